@@ -52,13 +52,7 @@ RUNNING_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "run",
-    connects=True,
-    examples=("bkctl autorecovery run --conf bk_server.conf",),
-    prints=object_of(RUNNING_COLUMNS),
-)
+@command(app, "run", connects=True, prints=object_of(RUNNING_COLUMNS))
 def run_auto_recovery(
     out: Printer,
     access: Access,
@@ -77,6 +71,8 @@ def run_auto_recovery(
     Takes part in the election of the auditor, and replicates ledgers. SIGTERM, SIGHUP or Ctrl-C ends it. Intervals,
     delays, rates and the placement policy are those in `--conf bk_server.conf`, else Apache's defaults. With
     `httpServerEnabled=true` it serves `/heartbeat` and `/metrics`. Prints a row once it runs; logs go to stderr.
+
+    $ bkctl autorecovery run --conf bk_server.conf
     """
     from bkctl.config import BookieConfig
     from bkctl.daemon import recovery_server
@@ -175,34 +171,24 @@ def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
         run.out.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
 
-@command(
-    app,
-    "enable",
-    connects=True,
-    changes=True,
-    examples=("bkctl autorecovery enable",),
-    prints=object_of(SWITCH_COLUMNS),
-)
+@command(app, "enable", connects=True, changes=True, prints=object_of(SWITCH_COLUMNS))
 def enable(run: Run, undo: UndoOption = None) -> None:
     """Enable auto-recovery for the whole cluster.
 
     Does nothing if it is enabled already.
+
+    $ bkctl autorecovery enable
     """
     _switch(run, True, undo)
 
 
-@command(
-    app,
-    "disable",
-    connects=True,
-    changes=True,
-    examples=("bkctl autorecovery disable",),
-    prints=object_of(SWITCH_COLUMNS),
-)
+@command(app, "disable", connects=True, changes=True, prints=object_of(SWITCH_COLUMNS))
 def disable(run: Run, undo: UndoOption = None) -> None:
     """Disable auto-recovery for the whole cluster.
 
     No audits and no replication take place until it is enabled again.
+
+    $ bkctl autorecovery disable
     """
     _switch(run, False, undo)
 
@@ -230,13 +216,7 @@ MARK_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "list",
-    connects=True,
-    examples=("bkctl autorecovery list",),
-    prints=rows_of(MARK_COLUMNS) + object_of(COUNT_COLUMNS),
-)
+@command(app, "list", connects=True, prints=rows_of(MARK_COLUMNS) + object_of(COUNT_COLUMNS))
 def list_marked(
     out: Printer,
     access: Access,
@@ -263,6 +243,8 @@ def list_marked(
 
     Shows missing entries by bookie, age, the worker that has them, and why they are not replicated: what workers of
     ours published after their last attempt, else what the metadata says, as for Apache's workers.
+
+    $ bkctl autorecovery list
     """
     from bkctl.client.ledger_survey import why_not_replicated
     from bkctl.metadata.admin.auto_recovery import MarkFilter, list_marks
@@ -306,14 +288,7 @@ MARKED_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "mark",
-    connects=True,
-    changes=True,
-    examples=("bkctl autorecovery mark 12 --missing 10.0.0.1:3181",),
-    prints=rows_of(MARKED_COLUMNS),
-)
+@command(app, "mark", connects=True, changes=True, prints=rows_of(MARKED_COLUMNS))
 def mark(
     out: Printer,
     access: Access,
@@ -330,6 +305,8 @@ def mark(
 
     The workers of auto-recovery then check and replicate them. Of a bookie that answers, bkctl's workers read every
     entry and compare its digest; Apache's read the first and the last one.
+
+    $ bkctl autorecovery mark 12 --missing 10.0.0.1:3181
     """
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
@@ -349,15 +326,7 @@ def _note_unchanged(out: Printer, missing: list[str], row: MarkChange) -> None:
         out.note(f"Ledger {row.ledger} was marked for {', '.join(missing)} already")
 
 
-@command(
-    app,
-    "unmark",
-    connects=True,
-    changes=True,
-    asks=True,
-    examples=("bkctl autorecovery unmark 12 --yes",),
-    prints=rows_of(MARKED_COLUMNS),
-)
+@command(app, "unmark", connects=True, asks=True, changes=True, prints=rows_of(MARKED_COLUMNS))
 def unmark(
     out: Printer,
     access: Access,
@@ -369,6 +338,8 @@ def unmark(
     """Remove the under-replicated mark from ledgers.
 
     The workers of auto-recovery then no longer replicate them.
+
+    $ bkctl autorecovery unmark 12 --yes
     """
     from bkctl.metadata.admin.auto_recovery import stored_marks, unmark_ledgers
 
@@ -439,14 +410,7 @@ def _checks(texts: str) -> dict[str, AuditorCheck]:
         raise UsageError(f"--reset-clock {texts}: not a list of {', '.join(CHECKS)}") from None
 
 
-@command(
-    app,
-    "audit",
-    connects=True,
-    changes=True,
-    examples=("bkctl autorecovery audit",),
-    prints=object_of(AUDITED_COLUMNS) + rows_of(CLOCK_COLUMNS),
-)
+@command(app, "audit", connects=True, changes=True, prints=object_of(AUDITED_COLUMNS) + rows_of(CLOCK_COLUMNS))
 def audit(
     out: Printer,
     access: Access,
@@ -465,6 +429,8 @@ def audit(
     """Start an audit now, or make the periodic checks due.
 
     Without options, the auditor looks for lost bookies.
+
+    $ bkctl autorecovery audit
     """
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of, reset_clocks
 
@@ -494,14 +460,7 @@ DELAY_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "delay",
-    connects=True,
-    changes="seconds",
-    examples=("bkctl autorecovery delay",),
-    prints=object_of(DELAY_COLUMNS),
-)
+@command(app, "delay", connects=True, changes="seconds", prints=object_of(DELAY_COLUMNS))
 def delay(
     out: Printer,
     access: Access,
@@ -512,7 +471,10 @@ def delay(
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Show or set the delay before a bookie counts as lost."""
+    """Show or set the delay before a bookie counts as lost.
+
+    $ bkctl autorecovery delay
+    """
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of
 
     with access.cluster() as cluster:

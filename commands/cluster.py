@@ -297,13 +297,7 @@ def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVi
     )  # fmt: skip
 
 
-@command(
-    health_app,
-    "show",
-    connects=True,
-    prints=rows_of(HEALTH_COLUMNS),
-    examples=("bkctl cluster health show", "bkctl cluster health show --watch"),
-)
+@command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))
 def health(
     run: Run,
     watch: WatchOption,
@@ -318,6 +312,9 @@ def health(
     audits, scopes and racks; docs/health.md lists the codes. The metadata of up to 10,000 ledgers is read, with
     --ledgers of all; else of marked ledgers, beside what the last audit of ours found. Muted findings are left out.
     Prints OK without findings; exit code 3 if there are some. `show` itself may be left out: 'bkctl cluster health'.
+
+    $ bkctl cluster health show
+    $ bkctl cluster health show --watch
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
@@ -437,14 +434,7 @@ MUTE_COLUMNS = Columns(
 )
 
 
-@command(
-    health_app,
-    "mute",
-    connects=True,
-    changes=True,
-    prints=object_of(MUTE_COLUMNS),
-    examples=("bkctl cluster health mute bookie-down --for 2h",),
-)
+@command(health_app, "mute", connects=True, changes=True, prints=object_of(MUTE_COLUMNS))
 def mute_health(
     out: Printer,
     access: Access,
@@ -459,6 +449,8 @@ def mute_health(
 
     Counts for every user of the cluster, and is kept in the metadata store. 'cluster health' says how many findings are
     muted.
+
+    $ bkctl cluster health mute bookie-down --for 2h
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
 
@@ -468,16 +460,12 @@ def mute_health(
         out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
-@command(
-    health_app,
-    "unmute",
-    connects=True,
-    changes=True,
-    examples=("bkctl cluster health unmute bookie-down",),
-    prints=object_of(MUTE_COLUMNS),
-)
+@command(health_app, "unmute", connects=True, changes=True, prints=object_of(MUTE_COLUMNS))
 def unmute_health(out: Printer, access: Access, consent: Consent, code: Code, undo: UndoOption = None) -> None:
-    """Show findings of a muted code again."""
+    """Show findings of a muted code again.
+
+    $ bkctl cluster health unmute bookie-down
+    """
     from bkctl.metadata.admin.health_mutes import HealthMutes
 
     with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
@@ -507,44 +495,33 @@ CHECK_COLUMNS = Columns(
 )
 
 
-@command(
-    healthcheck_app,
-    "status",
-    connects=True,
-    examples=("bkctl cluster healthcheck status",),
-    prints=object_of(CHECK_COLUMNS),
-)
+@command(healthcheck_app, "status", connects=True, prints=object_of(CHECK_COLUMNS))
 def healthcheck_status(out: Printer, access: Access) -> None:
-    """Show whether clients may quarantine failing bookies."""
+    """Show whether clients may quarantine failing bookies.
+
+    $ bkctl cluster healthcheck status
+    """
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with access.cluster() as cluster:
         out.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
 
 
-@command(
-    healthcheck_app,
-    "enable",
-    connects=True,
-    changes=True,
-    examples=("bkctl cluster healthcheck enable",),
-    prints=object_of(CHECK_COLUMNS),
-)
+@command(healthcheck_app, "enable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
 def healthcheck_enable(run: Run, undo: UndoOption = None) -> None:
-    """Allow clients to quarantine failing bookies."""
+    """Allow clients to quarantine failing bookies.
+
+    $ bkctl cluster healthcheck enable
+    """
     _switch_healthcheck(run, True, undo)
 
 
-@command(
-    healthcheck_app,
-    "disable",
-    connects=True,
-    changes=True,
-    examples=("bkctl cluster healthcheck disable",),
-    prints=object_of(CHECK_COLUMNS),
-)
+@command(healthcheck_app, "disable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
 def healthcheck_disable(run: Run, undo: UndoOption = None) -> None:
-    """Forbid every client to quarantine bookies."""
+    """Forbid every client to quarantine bookies.
+
+    $ bkctl cluster healthcheck disable
+    """
     _switch_healthcheck(run, False, undo)
 
 
@@ -591,14 +568,7 @@ def show_id(out: Printer, access: Access) -> None:
         out.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
 
 
-@command(
-    app,
-    "init",
-    connects=True,
-    changes=True,
-    examples=("bkctl cluster init --metadata-uri sqlite:///metadata.db",),
-    prints=object_of(ID_COLUMNS),
-)
+@command(app, "init", connects=True, changes=True, prints=object_of(ID_COLUMNS))
 def init(
     out: Printer,
     access: Access,
@@ -615,6 +585,8 @@ def init(
 
     Creates the layout, the instance id, and the places of bookies and cookies. If there is a cluster, nothing is
     changed, and the exit code is 5.
+
+    $ bkctl cluster init --metadata-uri sqlite:///metadata.db
     """
     from bkctl.metadata.cluster import init_cluster, new_layout
     from bkctl.metadata.uri import parse_uri
@@ -647,15 +619,7 @@ NUKE_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "nuke",
-    connects=True,
-    changes=True,
-    asks=True,
-    prints=object_of(NUKE_COLUMNS),
-    examples=("bkctl cluster nuke --dry-run", "bkctl cluster nuke --backup metadata.ndjson"),
-)
+@command(app, "nuke", connects=True, asks=True, changes=True, prints=object_of(NUKE_COLUMNS))
 def nuke_cluster(
     out: Printer,
     access: Access,
@@ -676,6 +640,9 @@ def nuke_cluster(
     Refused while bookies are registered. On a terminal, asks for the cluster's instance id; elsewhere --yes-really with
     that id is required. The bookies' own files stay, but no bookie starts on them again. With
     --backup, 'metadata import' restores the metadata.
+
+    $ bkctl cluster nuke --dry-run
+    $ bkctl cluster nuke --backup metadata.ndjson
     """
     from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
     from bkctl.metadata.admin.nuke import nuke, plan_nuke

@@ -94,16 +94,7 @@ def _stored_row(cluster: Cluster, bookie_id: str) -> CookieRow | None:
     return None if found is None else CookieRow(bookie_id, None, found.value, found.version, None)
 
 
-@command(
-    app,
-    "show",
-    connects=True,
-    prints=object_of(COOKIE_COLUMNS) + rows_of(COOKIE_COLUMNS),
-    examples=(
-        "bkctl cookie show 10.0.0.1:3181",
-        "bkctl cookie show --dir /var/lib/bookkeeper",
-    ),
-)
+@command(app, "show", connects=True, prints=object_of(COOKIE_COLUMNS) + rows_of(COOKIE_COLUMNS))
 def show(
     out: Printer,
     access: Access,
@@ -115,6 +106,9 @@ def show(
 
     Reads it from the metadata store, or with --dir from directories. --format raw writes the cookie's bytes and nothing
     else.
+
+    $ bkctl cookie show 10.0.0.1:3181
+    $ bkctl cookie show --dir /var/lib/bookkeeper
     """
     from bkctl.formats.metadata import Cookie
 
@@ -192,14 +186,7 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
     return data, cookie
 
 
-@command(
-    app,
-    "create",
-    connects=True,
-    changes=True,
-    examples=("bkctl cookie create 10.0.0.1:3181 cookie --dry-run",),
-    prints=object_of(COOKIE_COLUMNS),
-)
+@command(app, "create", connects=True, changes=True, prints=object_of(COOKIE_COLUMNS))
 def create(
     out: Printer,
     access: Access,
@@ -212,6 +199,8 @@ def create(
     """Add a cookie to the metadata store.
 
     The file's bytes are stored unchanged. Exit code 5 if the bookie has a cookie already.
+
+    $ bkctl cookie create 10.0.0.1:3181 cookie --dry-run
     """
     from bkctl.bookie.cookies import cookie_path
     from bkctl.metadata.store import NEW
@@ -236,15 +225,7 @@ CHANGE_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "update",
-    connects=True,
-    asks=True,
-    changes=True,
-    prints=rows_of(CHANGE_COLUMNS),
-    examples=("bkctl cookie update 10.0.0.1:3181 cookie --dry-run",),
-)
+@command(app, "update", connects=True, asks=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
 def update(
     out: Printer,
     access: Access,
@@ -257,6 +238,8 @@ def update(
     """Replace a bookie's cookie in the metadata store.
 
     Prints the fields that change.
+
+    $ bkctl cookie update 10.0.0.1:3181 cookie --dry-run
     """
     from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
     from bkctl.formats.metadata import Cookie
@@ -281,15 +264,7 @@ def update(
         out.render(changes, CHANGE_COLUMNS)
 
 
-@command(
-    app,
-    "delete",
-    connects=True,
-    asks=True,
-    changes=True,
-    examples=("bkctl cookie delete 10.0.0.1:3181 --dry-run",),
-    prints=rows_of(COOKIE_COLUMNS),
-)
+@command(app, "delete", connects=True, asks=True, changes=True, prints=rows_of(COOKIE_COLUMNS))
 def delete(
     out: Printer,
     access: Access,
@@ -305,6 +280,8 @@ def delete(
     Deletes them from the metadata store, and with --dir also from directories. Reads the metadata of every scope, and
     refuses while a ledger names one of the bookies: its replicas would be forgotten. 'bookies decommission' copies them
     first.
+
+    $ bkctl cookie delete 10.0.0.1:3181 --dry-run
     """
     from bkctl.bookie.cookies import check_not_registered, remove_cookies
     from bkctl.repair.holding import hold
@@ -388,13 +365,7 @@ def _directories_option(kind: str) -> Composite:
     )
 
 
-@command(
-    app,
-    "generate",
-    connects=True,
-    examples=("bkctl cookie generate --conf bk_server.conf --file cookie",),
-    prints=object_of(COOKIE_COLUMNS),
-)
+@command(app, "generate", connects=True, prints=object_of(COOKIE_COLUMNS))
 def generate(
     out: Printer,
     access: Access,
@@ -413,6 +384,8 @@ def generate(
     """Write the cookie that a bookie would have.
 
     Uses the settings of --conf, or the directories given.
+
+    $ bkctl cookie generate --conf bk_server.conf --file cookie
     """
     from bkctl.bookie.cookies import bookie_id_of
     from bkctl.config import BookieConfig
@@ -449,15 +422,7 @@ EXPANDED_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "expand",
-    connects=True,
-    asks=True,
-    changes=True,
-    prints=rows_of(EXPANDED_COLUMNS),
-    examples=("bkctl cookie expand --conf bk_server.conf --dry-run",),
-)
+@command(app, "expand", connects=True, asks=True, changes=True, prints=rows_of(EXPANDED_COLUMNS))
 def expand_cookies(
     out: Printer, access: Access, consent: Consent, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
@@ -465,6 +430,8 @@ def expand_cookies(
 
     Adds the new ledger and index directories of --conf. The bookie must be stopped, and with DbLedgerStorage it must
     have no ledgers: it would not find them among more directories.
+
+    $ bkctl cookie expand --conf bk_server.conf --dry-run
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand, make_directories
     from bkctl.disk import Files
@@ -503,15 +470,7 @@ RENAMED_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(
-    app,
-    "rename",
-    connects=True,
-    asks=True,
-    changes=True,
-    prints=rows_of(RENAMED_COLUMNS),
-    examples=("bkctl cookie rename 10.0.0.1:3181 10.0.0.2:3181 --dry-run",),
-)
+@command(app, "rename", connects=True, asks=True, changes=True, prints=rows_of(RENAMED_COLUMNS))
 def rename_bookie(
     out: Printer,
     access: Access,
@@ -526,6 +485,8 @@ def rename_bookie(
 
     Changes the cookie in the metadata store, and those in the directories of --dir or --conf. The bookie must be
     stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that.
+
+    $ bkctl cookie rename 10.0.0.1:3181 10.0.0.2:3181 --dry-run
     """
     from bkctl.bookie.cookies import STORE, rename
     from bkctl.disk import Files
@@ -559,13 +520,7 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "verify",
-    connects=True,
-    examples=("bkctl cookie verify --conf bk_server.conf",),
-    prints=rows_of(FINDING_COLUMNS),
-)
+@command(app, "verify", connects=True, prints=rows_of(FINDING_COLUMNS))
 def verify_cookies(
     out: Printer,
     access: Access,
@@ -577,6 +532,8 @@ def verify_cookies(
     Compares the configuration (--conf), the metadata store and the directories of --dir, else of --conf. Prints each
     field that differs and what that means; exit code 3 then. Without --conf, the directories are compared with the
     store's cookie.
+
+    $ bkctl cookie verify --conf bk_server.conf
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_cookie, read_local, read_stored, verify
     from bkctl.metadata.store import value_of

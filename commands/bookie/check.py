@@ -75,16 +75,7 @@ Sample = Annotated[
 ]
 
 
-@command(
-    app,
-    "check",
-    connects=True,
-    prints=rows_of(FINDING_COLUMNS),
-    examples=(
-        "bkctl bookie check --conf bk_server.conf",
-        "bkctl bookie check --conf bk_server.conf --sample 1%",
-    ),
-)
+@command(app, "check", connects=True, prints=rows_of(FINDING_COLUMNS))
 def check(
     run: Run,
     which: LedgersToCheck,
@@ -102,6 +93,9 @@ def check(
     that they were deleted; exit code 4 if a ledger of --ledger is in neither. A killed bookie may leave entries in its
     log that are in no index and were never acknowledged; they are findings (`notIndexed`), since lost entries look the
     same.
+
+    $ bkctl bookie check --conf bk_server.conf
+    $ bkctl bookie check --conf bk_server.conf --sample 1%
     """
     from bkctl.checks.check import IndexCheck
 
@@ -202,13 +196,7 @@ def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
     return find_deleted
 
 
-@command(
-    index_app,
-    "check",
-    connects=True,
-    prints=rows_of(FINDING_COLUMNS),
-    examples=("bkctl bookie index check --conf bk_server.conf",),
-)
+@command(index_app, "check", connects=True, prints=rows_of(FINDING_COLUMNS))
 def check_index(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,
@@ -222,6 +210,8 @@ def check_index(
     cluster of --conf or -u says that they were deleted. With --conf, ledgers that DbLedgerStorage does not find since
     the directories changed are findings (`wrongDirectory`). Exit code 3 if there are findings, 7 if an index is
     damaged.
+
+    $ bkctl bookie index check --conf bk_server.conf
     """
     from bkctl.checks.index_scan import IndexScan
 

@@ -96,16 +96,7 @@ def _collector_columns(run: Run) -> Columns:
 
 
 @command(
-    app,
-    "gc",
-    connects=True,
-    changes=None,
-    asks=True,
-    prints=rows_of(COLLECTOR_COLUMNS, table=COLLECTOR_TABLE_COLUMNS),
-    examples=(
-        "bkctl bookie gc --status --bookie-url http://127.0.0.1:8080",
-        "bkctl bookie gc --major --wait --bookie-url http://127.0.0.1:8080",
-    ),
+    app, "gc", connects=True, asks=True, changes=None, prints=rows_of(COLLECTOR_COLUMNS, table=COLLECTOR_TABLE_COLUMNS)
 )
 def gc(
     run: Run,
@@ -145,6 +136,9 @@ def gc(
     There is one collector for each ledger directory with DbLedgerStorage, else one in all. A compaction that runs when
     compactions are suspended finishes; a restart resumes them. Exit code 1 if --wait saw that the bookie could not do
     what was asked for, or if full disks keep a resumed compaction suspended.
+
+    $ bkctl bookie gc --status --bookie-url http://127.0.0.1:8080
+    $ bkctl bookie gc --major --wait --bookie-url http://127.0.0.1:8080
     """  # fmt: skip
     switches = suspend is not None or resume is not None
     forces = not (switches or status)
@@ -286,14 +280,7 @@ LOCATIONS_COLUMNS = Columns(
 BEGIN_S: Final = 1.0
 
 
-@command(
-    app,
-    "compact-locations",
-    connects=True,
-    changes=None,
-    prints=rows_of(LOCATIONS_COLUMNS),
-    examples=("bkctl bookie compact-locations --status --bookie-url http://127.0.0.1:8080",),
-)
+@command(app, "compact-locations", connects=True, changes=None, prints=rows_of(LOCATIONS_COLUMNS))
 def compact_locations(
     run: Run,
     which: BookieServerOption,
@@ -312,6 +299,8 @@ def compact_locations(
 
     Reads become faster after many ledgers were deleted. Compaction reads and writes the whole database. Needs a bookie
     with DbLedgerStorage.
+
+    $ bkctl bookie compact-locations --status --bookie-url http://127.0.0.1:8080
     """
     if status and (wait or databases):
         raise UsageError("--status shows all databases, and changes nothing", hint="drop the other arguments")

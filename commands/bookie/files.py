@@ -36,18 +36,14 @@ STARTED_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "start",
-    connects=True,
-    examples=("bkctl bookie start --conf bk_server.conf",),
-    prints=object_of(STARTED_COLUMNS),
-)
+@command(app, "start", connects=True, prints=object_of(STARTED_COLUMNS))
 def start(out: Printer, access: Access, job: LongWork) -> None:
     """Run a bookie in the foreground.
 
     --conf names its configuration file. Prints the bookie once it serves; logs go to stderr. SIGTERM, SIGHUP or Ctrl-C
     stops it cleanly.
+
+    $ bkctl bookie start --conf bk_server.conf
     """
     from bkctl.daemon import BookieDaemon, prepare_process
 
@@ -113,15 +109,7 @@ FILE_TABLE_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "files",
-    prints=rows_of(FILE_COLUMNS),
-    examples=(
-        "bkctl bookie files /var/lib/bookkeeper",
-        "bkctl bookie files --conf bk_server.conf",
-    ),
-)
+@command(app, "files", prints=rows_of(FILE_COLUMNS))
 def files(
     run: Run,
     directories: Directories = (),
@@ -135,6 +123,9 @@ def files(
     Lists journals, entry logs, indexes, marks and cookies; files that are not the bookie's have the kind `unknown`.
     DETAIL shows what a file contains: format versions, a cookie's bookie, the position of a mark, the stored read-only
     state. Damaged files are reported after the list (exit code 7).
+
+    $ bkctl bookie files /var/lib/bookkeeper
+    $ bkctl bookie files --conf bk_server.conf
     """
     kinds = _kinds(kind or [])
     found = run.access.directories(directories).files()
@@ -223,10 +214,6 @@ MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY,
     index_app,
     "show",
     prints=rows_of(LOCATION_COLUMNS, GAP_COLUMNS, union(META_COLUMNS, META_COLUMNS.and_also(MASTER_KEY))),
-    examples=(
-        "bkctl bookie index show 12 --conf bk_server.conf",
-        "bkctl bookie index show --meta --conf bk_server.conf",
-    ),
 )
 def show(
     run: Run,
@@ -243,6 +230,9 @@ def show(
 
     Reads index files and the databases of DbLedgerStorage. --meta without a ledger shows all ledgers that the bookie
     has.
+
+    $ bkctl bookie index show 12 --conf bk_server.conf
+    $ bkctl bookie index show --meta --conf bk_server.conf
     """
     from bkctl.files.index import BookieIndexes
 

@@ -53,13 +53,7 @@ METRIC_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "metrics",
-    connects=True,
-    examples=("bkctl bookie metrics --match journal --bookie-url http://127.0.0.1:8080",),
-    prints=rows_of(METRIC_COLUMNS),
-)
+@command(app, "metrics", connects=True, prints=rows_of(METRIC_COLUMNS))
 def metrics(
     run: Run,
     which: BookieServerOption,
@@ -77,6 +71,8 @@ def metrics(
     """Show a bookie's metrics, one row for each sample.
 
     Apache's bookies have metrics only with statsProviderClass=…PrometheusMetricsProvider.
+
+    $ bkctl bookie metrics --match journal --bookie-url http://127.0.0.1:8080
     """
     if raw and (match is not None or watch is not None):
         raise UsageError("--raw prints all metrics, once", hint="drop --match and --watch")

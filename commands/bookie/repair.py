@@ -103,14 +103,7 @@ _GUESSES: Final = (
 )  # fmt: skip
 
 
-@command(
-    index_app,
-    "rebuild",
-    connects=True,
-    changes=True,
-    prints=rows_of(REBUILT_COLUMNS),
-    examples=("bkctl bookie index rebuild --ledgers --conf bk_server.conf --dry-run",),
-)
+@command(index_app, "rebuild", connects=True, changes=True, prints=rows_of(REBUILT_COLUMNS))
 def rebuild_databases(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
@@ -123,6 +116,8 @@ def rebuild_databases(
     Reads entry logs and journals, and keeps the old databases as backups. The bookie must be down. Master keys, fences
     and explicit LACs are kept where the old database, the journals or, with --metadata-uri, the metadata have them;
     --metadata-uri also leaves out ledgers that the metadata does not have.
+
+    $ bkctl bookie index rebuild --ledgers --conf bk_server.conf --dry-run
     """
     from bkctl.repair.rebuild import rebuild, size_to_read
 
@@ -192,14 +187,7 @@ GivenPassword = Annotated[
 ]
 
 
-@command(
-    index_app,
-    "regenerate",
-    connects=True,
-    changes=True,
-    prints=rows_of(REGENERATED_COLUMNS),
-    examples=("bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run",),
-)
+@command(index_app, "regenerate", connects=True, changes=True, prints=rows_of(REGENERATED_COLUMNS))
 def regenerate_files(
     run: Run,
     which: AnyLedgers,
@@ -215,6 +203,8 @@ def regenerate_files(
     For InterleavedLedgerStorage and SortedLedgerStorage; keeps the old files as backups. The bookie must be down. The
     master key is that of the password given for all ledgers, else each ledger's own, from its old index, the journals
     or, with --metadata-uri, its metadata. Fence and explicit LAC are kept where they are known.
+
+    $ bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run
     """
     from bkctl.formats.entry import master_key
     from bkctl.repair.regenerate import regenerate, size_to_read
@@ -276,13 +266,7 @@ DOWNGRADED_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "downgrade",
-    changes=True,
-    examples=("bkctl bookie downgrade --conf bk_server.conf --dry-run",),
-    prints=rows_of(DOWNGRADED_COLUMNS),
-)
+@command(app, "downgrade", changes=True, prints=rows_of(DOWNGRADED_COLUMNS))
 def downgrade_bookie(
     out: Printer, access: Access, job: LongWork, directories: Directories = (), dry_run: DryRun = False
 ) -> None:
@@ -292,6 +276,8 @@ def downgrade_bookie(
     journals with scoped records, which Apache's bookie refuses, to `current/scoped`. Apache's bookie then serves the
     ledgers of scope 0 on these directories; ours still serves all scopes. Uses the settings of --conf, or defaults
     with DIR.
+
+    $ bkctl bookie downgrade --conf bk_server.conf --dry-run
     """
     from bkctl.repair.downgrade import config_of, downgrade
 
@@ -329,14 +315,7 @@ class IndexKind(StrEnum):
     INTERLEAVED = "interleaved"
 
 
-@command(
-    app,
-    "convert",
-    asks=True,
-    changes=True,
-    examples=("bkctl bookie convert --to db --conf bk_server.conf --dry-run",),
-    prints=rows_of(CONVERTED_COLUMNS),
-)
+@command(app, "convert", asks=True, changes=True, prints=rows_of(CONVERTED_COLUMNS))
 def convert_index(
     run: Run,
     to: Annotated[
@@ -356,6 +335,8 @@ def convert_index(
     Converts between index files and DbLedgerStorage's databases; entry logs stay unchanged. The bookie must be down.
     The new index is verified entry by entry before it replaces the old one. If the command is killed, run it again to
     continue. Change the bookie's ledgerStorageClass by hand afterwards.
+
+    $ bkctl bookie convert --to db --conf bk_server.conf --dry-run
     """
     from bkctl.repair.convert import convert
 
@@ -389,14 +370,7 @@ CONTENTS_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "format",
-    connects=True,
-    changes=True,
-    prints=rows_of(CONTENTS_COLUMNS),
-    examples=("bkctl bookie format --conf bk_server.conf --dry-run",),
-)
+@command(app, "format", connects=True, changes=True, prints=rows_of(CONTENTS_COLUMNS))
 def format_bookie(
     out: Printer,
     access: Access,
@@ -414,6 +388,8 @@ def format_bookie(
     Removes journals, entry logs, indexes and cookies, and prints what is lost. On a terminal, asks for the bookie's id;
     elsewhere --yes-really with that id is required. Ledgers without other replicas are lost for good: run 'bkctl
     bookies recover' first.
+
+    $ bkctl bookie format --conf bk_server.conf --dry-run
     """
     from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe

@@ -46,14 +46,7 @@ SANITY_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(
-    app,
-    "sanity",
-    connects=True,
-    changes=None,
-    examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",),
-    prints=object_of(SANITY_COLUMNS),
-)
+@command(app, "sanity", connects=True, changes=None, prints=object_of(SANITY_COLUMNS))
 def sanity(
     run: Run,
     which: BookieServerOption,
@@ -68,6 +61,8 @@ def sanity(
     Writes a ledger on this bookie alone, reads it open and closed, compares, and deletes it. With --bookie the test
     runs over the wire. With --bookie-url, or --conf alone, the bookie tests itself, as Apache's bookies can, too: 10
     entries in scope 0. Exit code 3 if the bookie did not pass, or is read-only and so accepts no entries.
+
+    $ bkctl bookie sanity --bookie-url http://127.0.0.1:8080
     """
     if which.bookie_id is None or which.url is not None:
         if count is not None or scope_id is not None:

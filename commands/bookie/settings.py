@@ -59,17 +59,7 @@ SettingsToSet = Annotated[
 ]
 
 
-@command(
-    app,
-    "config",
-    connects=True,
-    changes=None,
-    prints=rows_of(SETTING_COLUMNS),
-    examples=(
-        "bkctl bookie config --bookie-url http://127.0.0.1:8080",
-        "bkctl bookie config 'gc*' --bookie-url http://127.0.0.1:8080",
-    ),
-)
+@command(app, "config", connects=True, changes=None, prints=rows_of(SETTING_COLUMNS))
 def config(
     run: Run,
     which: BookieServerOption,
@@ -85,6 +75,9 @@ def config(
 
     Apache's bookies show what their file sets, and no defaults. --set changes a setting in the bookie's memory until it
     stops. Bookies read most settings only when they start: change the bookie's file, too.
+
+    $ bkctl bookie config --bookie-url http://127.0.0.1:8080
+    $ bkctl bookie config 'gc*' --bookie-url http://127.0.0.1:8080
     """
     if changed and names:
         raise UsageError("NAME and --set are given", hint="--set prints the settings that it changed")

@@ -35,18 +35,14 @@ STATE = (
 STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
 
 
-@command(
-    app,
-    "state",
-    connects=True,
-    examples=("bkctl bookie state --bookie-url http://127.0.0.1:8080",),
-    prints=object_of(STATE_COLUMNS),
-)
+@command(app, "state", connects=True, prints=object_of(STATE_COLUMNS))
 def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     """Show whether a bookie runs, is read-only or stops.
 
     A read-only bookie may still accept high-priority writes, which ledger recovery uses. A warning says why a bookie
     that runs is not ready: above all that it lost its registration in the metadata store.
+
+    $ bkctl bookie state --bookie-url http://127.0.0.1:8080
     """
     with server(run, which) as found:
         with suppress(NotFound, Unsupported):  # an old bookie of Apache's has no such path
@@ -65,13 +61,7 @@ READY_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "ready",
-    connects=True,
-    prints=object_of(READY_COLUMNS),
-    examples=("bkctl bookie ready --bookie-url http://127.0.0.1:8080 --wait --deadline 60s",),
-)
+@command(app, "ready", connects=True, prints=object_of(READY_COLUMNS))
 def ready(
     run: Run,
     which: BookieServerOption,
@@ -83,6 +73,8 @@ def ready(
     """Show whether a bookie serves, for probes.
 
     Exit code 3 if the bookie is not ready.
+
+    $ bkctl bookie ready --bookie-url http://127.0.0.1:8080 --wait --deadline 60s
     """
     with finder(run, which) as find:
         with run.job.working("Waiting for the bookie", enabled=wait):
@@ -132,15 +124,12 @@ INFO_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(
-    app,
-    "info",
-    connects=True,
-    examples=("bkctl bookie info --bookie-url http://127.0.0.1:8080",),
-    prints=object_of(INFO_COLUMNS),
-)
+@command(app, "info", connects=True, prints=object_of(INFO_COLUMNS))
 def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
-    """Show a bookie's state and the space on its disks."""
+    """Show a bookie's state and the space on its disks.
+
+    $ bkctl bookie info --bookie-url http://127.0.0.1:8080
+    """
     with server(run, which) as found:
         run.out.watch(watch, lambda: [InfoRow(found, found.api.state(), found.api.space())], INFO_COLUMNS, single=True)
 
@@ -157,17 +146,7 @@ READ_ONLY_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "readonly",
-    connects=True,
-    changes=None,
-    prints=object_of(READ_ONLY_COLUMNS),
-    examples=(
-        "bkctl bookie readonly --bookie-url http://127.0.0.1:8080",
-        "bkctl bookie readonly on --bookie-url http://127.0.0.1:8080 --dry-run",
-    ),
-)
+@command(app, "readonly", connects=True, changes=None, prints=object_of(READ_ONLY_COLUMNS))
 def readonly(
     run: Run,
     which: BookieServerOption,
@@ -182,6 +161,9 @@ def readonly(
     keeps its entries. The state survives a restart only if the bookie has persistBookieStatusEnabled=true; it is
     refused if the bookie has readOnlyModeEnabled=false. `off`: the bookie accepts entries again, unless its disks are
     full.
+
+    $ bkctl bookie readonly --bookie-url http://127.0.0.1:8080
+    $ bkctl bookie readonly on --bookie-url http://127.0.0.1:8080 --dry-run
     """
     with server(run, which, changes=wanted is not None and not dry_run) as found:
         before = found.api.read_only()

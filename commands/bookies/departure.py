@@ -224,15 +224,7 @@ def _depart(
     run.out.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
 
 
-@command(
-    app,
-    "decommission",
-    connects=True,
-    asks=True,
-    changes=True,
-    prints=rows_of(STEP_COLUMNS),
-    examples=("bkctl bookies decommission 10.0.0.1:3181 --dry-run",),
-)
+@command(app, "decommission", connects=True, asks=True, changes=True, prints=rows_of(STEP_COLUMNS))
 def decommission(
     run: Run,
     bookie: OneBookie,
@@ -255,6 +247,8 @@ def decommission(
     ledgers with lost entries until 'bkctl autorecovery unmark'. A ledger that another worker has locked waits for the
     lock, up to 10 minutes. --dry-run asks the bookies which entries they have, and reports what prevents the
     decommission.
+
+    $ bkctl bookies decommission 10.0.0.1:3181 --dry-run
     """
     from bkctl.replication.departure import Decommission
 
@@ -269,15 +263,7 @@ def decommission(
     _depart(run, bookie, create, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
 
 
-@command(
-    app,
-    "drain",
-    connects=True,
-    asks=True,
-    changes=True,
-    examples=("bkctl bookies drain 10.0.0.1:3181 --dry-run",),
-    prints=rows_of(STEP_COLUMNS),
-)
+@command(app, "drain", connects=True, asks=True, changes=True, prints=rows_of(STEP_COLUMNS))
 def drain(
     run: Run,
     bookie: OneBookie,
@@ -293,6 +279,8 @@ def drain(
     bookie without one must be started with forceReadOnlyBookie=true. It then copies every replica on the bookie, in
     every scope. A ledger that is being written stays until its writer leaves the bookie: exit code 3 then; run the
     command again to continue. The bookie stays read-only until 'bkctl bookie readonly off'.
+
+    $ bkctl bookies drain 10.0.0.1:3181 --dry-run
     """
     from bkctl.replication.departure import Drain
 

@@ -86,16 +86,7 @@ BOOKIE_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "list",
-    connects=True,
-    prints=rows_of(BOOKIE_COLUMNS),
-    examples=(
-        "bkctl bookies list",
-        "bkctl bookies list -o json",
-    ),
-)
+@command(app, "list", connects=True, prints=rows_of(BOOKIE_COLUMNS))
 def list_bookies(
     run: Run,
     watch: WatchOption,
@@ -106,6 +97,9 @@ def list_bookies(
     """List the bookies: state, address, rack, scopes, endpoints.
 
     'bookies racks list' says where the racks come from.
+
+    $ bkctl bookies list
+    $ bkctl bookies list -o json
     """
 
     with run.access.cluster() as cluster:
@@ -187,13 +181,7 @@ def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
     return BookieRow(bookie, None if found is None else found.value, None, None)
 
 
-@command(
-    app,
-    "show",
-    connects=True,
-    examples=("bkctl bookies show 10.0.0.1:3181 --ledgers",),
-    prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS),
-)
+@command(app, "show", connects=True, prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS))
 def show(
     out: Printer,
     access: Access,
@@ -204,7 +192,10 @@ def show(
         bool, typer.Option("--ledgers", help="Count the ledgers on each bookie; reads the metadata of every ledger.")
     ] = False,
 ) -> None:
-    """Show bookies with their endpoints, properties and cookie."""
+    """Show bookies with their endpoints, properties and cookie.
+
+    $ bkctl bookies show 10.0.0.1:3181 --ledgers
+    """
     single = len(bookies) == 1
     with access.cluster() as cluster, job.working("Counting ledgers", enabled=ledgers and watch is None):
         columns = SHOW_COLUMNS if single else out.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)

@@ -102,14 +102,7 @@ def list_racks(run: Run) -> None:
         run.out.render(rack_rows(run, cluster, cluster.bookies.list()), RACK_COLUMNS)
 
 
-@command(
-    racks_app,
-    "set",
-    connects=True,
-    changes=True,
-    prints=rows_of(CHANGE_COLUMNS),
-    examples=("bkctl bookies racks set 10.0.0.1:3181 --rack /rack1 --dry-run",),
-)
+@command(racks_app, "set", connects=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
 def set_racks(
     out: Printer,
     access: Access,
@@ -130,6 +123,8 @@ def set_racks(
     Changes Pulsar's node `/bookies` beside the cluster's root in the metadata store. The bookies leave their former
     rack and group. Brokers place new ledgers by it at once, bkctl's own clients and auto-recovery within 10 seconds.
     Ledgers that exist are moved only by auto-recovery with repairedPlacementPolicyNotAdheringBookieEnabled=true.
+
+    $ bkctl bookies racks set 10.0.0.1:3181 --rack /rack1 --dry-run
     """
     from bkctl.metadata.racks import BookieRacks
 
@@ -144,14 +139,7 @@ def set_racks(
     out.render(rows, CHANGE_COLUMNS)
 
 
-@command(
-    racks_app,
-    "unset",
-    connects=True,
-    changes=True,
-    examples=("bkctl bookies racks unset 10.0.0.1:3181 --dry-run",),
-    prints=rows_of(CHANGE_COLUMNS),
-)
+@command(racks_app, "unset", connects=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
 def unset_racks(
     out: Printer,
     access: Access,
@@ -163,6 +151,8 @@ def unset_racks(
     """Remove the racks of bookies.
 
     Changes Pulsar's node `/bookies`, as 'bookies racks set' does. The bookies are in /default-rack then.
+
+    $ bkctl bookies racks unset 10.0.0.1:3181 --dry-run
     """
     from bkctl.metadata.racks import BookieRacks
 

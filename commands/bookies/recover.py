@@ -132,10 +132,6 @@ def move_columns(plan: MovePlan) -> Columns:
     prints=rows_of(
         lambda: fragment_columns((), planned=False), lambda: fragment_columns((), planned=True), _moved_columns
     ),
-    examples=(
-        "bkctl bookies recover 10.0.0.1:3181 --query",
-        "bkctl bookies recover 10.0.0.1:3181 --dry-run",
-    ),
 )
 def recover(
     run: Run,
@@ -172,6 +168,9 @@ def recover(
     only if every other bookie that should have them answers, and lacks them. Exit code 3 if any ledger was
     unrecoverable or failed, or stays. --dry-run shows each fragment with the ensemble that it would get, and asks the
     bookies which entries they have.
+
+    $ bkctl bookies recover 10.0.0.1:3181 --query
+    $ bkctl bookies recover 10.0.0.1:3181 --dry-run
     """
     names = bookie_ids(bookies)
     if query and (dry_run or delete_cookie or resume is not None):

@@ -56,17 +56,7 @@ TOGETHER_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "ok-to-stop",
-    connects=True,
-    prints=rows_of(RISK_COLUMNS, TOGETHER_COLUMNS),
-    examples=(
-        "bkctl bookies ok-to-stop 10.0.0.1:3181",
-        "bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good",
-        "bkctl bookies ok-to-stop --max -o id",
-    ),
-)
+@command(app, "ok-to-stop", connects=True, prints=rows_of(RISK_COLUMNS, TOGETHER_COLUMNS))
 def show_stop_risks(
     run: Run,
     watch: WatchOption,
@@ -97,6 +87,10 @@ def show_stop_risks(
 
     With --max, adds bookies as long as every ledger stays as required and one writable bookie remains: the steps of a
     rolling restart. If the given bookies may not stop, shows the risks.
+
+    $ bkctl bookies ok-to-stop 10.0.0.1:3181
+    $ bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good
+    $ bkctl bookies ok-to-stop --max -o id
     """
     from bkctl.replication.holdings import StopCheck
 

@@ -102,14 +102,7 @@ REPORT_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(
-    app,
-    "extract",
-    connects=True,
-    asks=True,
-    prints=object_of(REPORT_COLUMNS),
-    examples=("bkctl entrylog extract --ledger 12 --file ledger-12.log --conf bk_server.conf",),
-)
+@command(app, "extract", connects=True, asks=True, prints=object_of(REPORT_COLUMNS))
 def extract(
     run: Run,
     entries: Entries,
@@ -147,6 +140,8 @@ def extract(
     damaged. Exit code 3 if entries are missing or damaged, or a log ends within a record. Damaged logs are read behind
     the damage, too, which is reported (exit code 7) once the file is written. Without any entry nothing is written
     (exit code 4).
+
+    $ bkctl entrylog extract --ledger 12 --file ledger-12.log --conf bk_server.conf
     """
     from bkctl.repair.extraction import LedgerExtraction
 

@@ -67,13 +67,7 @@ ACTIVE_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "active",
-    connects=True,
-    examples=("bkctl entrylog active --conf bk_server.conf --state dead",),
-    prints=rows_of(ACTIVE_COLUMNS),
-)
+@command(app, "active", connects=True, prints=rows_of(ACTIVE_COLUMNS))
 def active(
     run: Run,
     names: LogNames = None,
@@ -88,6 +82,8 @@ def active(
 
     A ledger is dead if it does not exist in the metadata store. It is unknown if the store could not be read (exit code
     6, or that of the error), or has no scopes tree of this cluster.
+
+    $ bkctl entrylog active --conf bk_server.conf --state dead
     """
     from bkctl.checks.garbage import log_uses
 
@@ -163,13 +159,7 @@ ThresholdOptions = Annotated[
 ]
 
 
-@command(
-    app,
-    "garbage",
-    connects=True,
-    examples=("bkctl entrylog garbage --conf bk_server.conf",),
-    prints=rows_of(GARBAGE_COLUMNS),
-)
+@command(app, "garbage", connects=True, prints=rows_of(GARBAGE_COLUMNS))
 def garbage(
     run: Run,
     thresholds: ThresholdOptions,
@@ -182,6 +172,8 @@ def garbage(
 
     Garbage: bytes of ledgers that no longer exist in the metadata store; ledgers of unknown state count as remaining.
     COMPACTION: delete (no live entries), minor, major, or none. Totals follow on stderr.
+
+    $ bkctl entrylog garbage --conf bk_server.conf
     """
     from bkctl.checks.garbage import log_uses
 

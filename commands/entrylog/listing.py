@@ -66,16 +66,7 @@ LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
 )
 
 
-@command(
-    app,
-    "list",
-    connects=True,
-    prints=rows_of(LOG_COLUMNS, LOG_GARBAGE_COLUMNS),
-    examples=(
-        "bkctl entrylog list --conf bk_server.conf",
-        "bkctl entrylog list --conf bk_server.conf --sort size",
-    ),
-)
+@command(app, "list", connects=True, prints=rows_of(LOG_COLUMNS, LOG_GARBAGE_COLUMNS))
 def list_logs(
     run: Run,
     directories: Annotated[Sequence[Path], directories_argument("Ledger directories (default: as in --conf).")] = (),
@@ -86,6 +77,9 @@ def list_logs(
     An open log has no ledgers map, and so no count of ledgers. Logs of an unfinished compaction have the state
     compacting or compacted. --sort garbage asks the cluster which ledgers are alive, and shows what remains of each
     log; otherwise no cluster is needed.
+
+    $ bkctl entrylog list --conf bk_server.conf
+    $ bkctl entrylog list --conf bk_server.conf --sort size
     """
     from bkctl.files.listing import entry_log_summaries
 
@@ -167,19 +161,14 @@ def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[ShareRo
             errors.append(contents.error)
 
 
-@command(
-    app,
-    "read",
-    prints=rows_of(lambda: shown_record_columns("logId")),
-    examples=(
-        "bkctl entrylog read 0 --conf bk_server.conf",
-        "bkctl entrylog read 0 --conf bk_server.conf --ledger 12 --body",
-    ),
-)
+@command(app, "read", prints=rows_of(lambda: shown_record_columns("logId")))
 def read(run: Run, records: Records, names: LogNames = None, directories: DirOption = None) -> None:
     """Print the records of entry logs.
 
     The records before damage are printed, then the damage is reported (exit code 7).
+
+    $ bkctl entrylog read 0 --conf bk_server.conf
+    $ bkctl entrylog read 0 --conf bk_server.conf --ledger 12 --body
     """
     with run.job.working("Reading entry logs"):
         files = _files(find_logs(run, names, directories), records.filter())

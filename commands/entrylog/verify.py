@@ -80,16 +80,7 @@ CHECK_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "verify",
-    connects=True,
-    prints=rows_of(CHECK_COLUMNS),
-    examples=(
-        "bkctl entrylog verify --conf bk_server.conf",
-        "bkctl entrylog verify 0 --conf bk_server.conf --no-digests",
-    ),
-)
+@command(app, "verify", connects=True, prints=rows_of(CHECK_COLUMNS))
 def verify(
     run: Run,
     digest: DigestToCheck,
@@ -104,6 +95,9 @@ def verify(
     Shows where the intact part of a log ends, why, and what can be saved behind it. On a terminal a sentence counts the
     sound logs in place of their rows. Exit code 7 if a log is damaged; 3 if entries do not match their digests, or a
     ledgers map contradicts the records.
+
+    $ bkctl entrylog verify --conf bk_server.conf
+    $ bkctl entrylog verify 0 --conf bk_server.conf --no-digests
     """
     from bkctl.checks.log_check import check_entry_logs
 

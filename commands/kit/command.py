@@ -133,7 +133,8 @@ def command(
     saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command
     unless its parameter `dry_run` is set; a string, or several, name the parameters that make the command change
     something, and `unless` one that makes it read only; None: the command starts the audit itself. `prints` are the
-    forms of what it prints, for --columns, --sort and the schema. `examples` are whole command lines for its help.
+    forms of what it prints, for --columns, --sort and the schema. `examples` are whole command lines for its help,
+    with the lines behind `$ ` that the docstring ends with.
     """
 
     def register(function: F) -> F:
@@ -186,14 +187,14 @@ def command(
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]
-        text = inspect.cleandoc(function.__doc__ or "")
+        text, *shown = inspect.cleandoc(function.__doc__ or "").replace("\n\n$ ", "\n$ ").split("\n$ ")
         if asks and "--yes-really" not in text:
             text += (" " if "\n\n" in text else "\n\n") + ASKS
         invoke.__doc__ = text
         invoke.__name__ = function.__name__
         invoke.__annotations__ = {}
         invoke.declaration = declaration  # type: ignore[attr-defined]
-        app.command(name, cls=Command, hidden=hidden, epilog="\n".join(examples))(invoke)
+        app.command(name, cls=Command, hidden=hidden, epilog="\n".join((*examples, *shown)))(invoke)
         return function
 
     return register

@@ -37,17 +37,7 @@ COPY_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "copy",
-    connects=True,
-    changes=True,
-    prints=rows_of(COPY_COLUMNS),
-    examples=(
-        "bkctl ledger copy 12 --to-scope 7",
-        "bkctl ledger copy 12 --to context:backup --new-id",
-    ),
-)
+@command(app, "copy", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
 def copy(
     out: Printer,
     access: Access,
@@ -89,6 +79,9 @@ def copy(
     Prints the copies, which are closed. A copy has the password, custom metadata, sizes and digest type of its source,
     and is read back before it counts. An interrupted copy is removed; if that fails, a note names it, and the next run
     without --new-id removes it. Needs no password. The source stays; with --recover an undo file keeps its metadata.
+
+    $ bkctl ledger copy 12 --to-scope 7
+    $ bkctl ledger copy 12 --to context:backup --new-id
     """
     from bkctl.replication.copy import CopyShape, copy_ledgers
 

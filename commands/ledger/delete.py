@@ -41,18 +41,7 @@ DELETED_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "delete",
-    connects=True,
-    asks=True,
-    changes=True,
-    prints=rows_of(DELETED_COLUMNS),
-    examples=(
-        "bkctl ledger delete 12 --dry-run",
-        "bkctl ledger delete 12 13 --if-state CLOSED --yes",
-    ),
-)
+@command(app, "delete", connects=True, asks=True, changes=True, prints=rows_of(DELETED_COLUMNS))
 def delete(
     run: Run,
     ledgers: LedgersOrFile,
@@ -81,6 +70,9 @@ def delete(
     Deletes the metadata now; the bookies delete the entries when they collect garbage. Unless --keep-going is given,
     nothing is deleted if one of the ledgers is missing or in another state. 'metadata undo' restores the metadata,
     which helps as long as the bookies still have the entries.
+
+    $ bkctl ledger delete 12 --dry-run
+    $ bkctl ledger delete 12 13 --if-state CLOSED --yes
     """
     from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
 

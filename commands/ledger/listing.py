@@ -106,12 +106,6 @@ QueryOptions = Annotated[
     prints=rows_of(LEDGER_COLUMNS, table=LEDGER_TABLE_COLUMNS)
     + object_of(COUNT_COLUMNS)
     + rows_of(APPLICATION_COLUMNS),
-    examples=(
-        "bkctl ledger list",
-        "bkctl ledger list --state OPEN --min-age 1w --sort=-length",
-        "bkctl ledger list --topic persistent://public/default/orders",
-        "bkctl ledger list --all-scopes --by application",
-    ),
 )
 def list_ledgers(
     run: Run,
@@ -135,6 +129,11 @@ def list_ledgers(
 
     Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. --topic goes by the names that
     Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
+
+    $ bkctl ledger list
+    $ bkctl ledger list --state OPEN --min-age 1w --sort=-length
+    $ bkctl ledger list --topic persistent://public/default/orders
+    $ bkctl ledger list --all-scopes --by application
     """
     from bkctl.metadata.admin.overview import LedgerListing, ledgers_by_application
 
@@ -218,14 +217,7 @@ def parse_states(texts: list[str] | None, flag: str) -> frozenset[str]:
 
 
 @command(
-    app,
-    "show",
-    connects=True,
-    prints=object_of(SHOWN_COLUMNS) + rows_of(SHOWN_COLUMNS, table=LEDGER_TABLE_COLUMNS),
-    examples=(
-        "bkctl ledger show 12",
-        "bkctl ledger show 7:12 -o json",
-    ),
+    app, "show", connects=True, prints=object_of(SHOWN_COLUMNS) + rows_of(SHOWN_COLUMNS, table=LEDGER_TABLE_COLUMNS)
 )
 def show(
     run: Run,
@@ -233,7 +225,11 @@ def show(
     watch: WatchOption,
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print the ledger's password, too.")] = False,
 ) -> None:
-    """Show the metadata of one ledger, or of several."""
+    """Show the metadata of one ledger, or of several.
+
+    $ bkctl ledger show 12
+    $ bkctl ledger show 7:12 -o json
+    """
     from bkctl.metadata.ledger_columns import ledger_rows
 
     single = len(ledgers) == 1

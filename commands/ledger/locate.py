@@ -79,16 +79,7 @@ SHOWN_COLUMNS = union(
 LEVELS: Final = (("ledger", "entryId"), ("firstEntryId", "lastEntryId"))
 
 
-@command(
-    app,
-    "locate",
-    connects=True,
-    prints=rows_of(SHOWN_COLUMNS),
-    examples=(
-        "bkctl ledger locate 12",
-        "bkctl ledger locate 12 --entry 0 --check",
-    ),
-)
+@command(app, "locate", connects=True, prints=rows_of(SHOWN_COLUMNS))
 def locate_ledgers(
     run: Run,
     ledgers: ManyLedgers,
@@ -109,6 +100,9 @@ def locate_ledgers(
     RACKS marks those with entries whose replicas share one (minNumRacksPerWriteQuorum of --conf, default 2). --check
     asks the bookies. ANSWER is then ok, gone (not registered), no-entry, no-ledger, damaged, timed-out or unavailable;
     exit code 3 unless all are ok.
+
+    $ bkctl ledger locate 12
+    $ bkctl ledger locate 12 --entry 0 --check
     """
     from bkctl.replication.places import checked_places, places_of
 

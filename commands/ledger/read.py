@@ -124,19 +124,7 @@ AsAdminOption = Annotated[
 NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check the entries' digests.")]
 
 
-@command(
-    app,
-    "read",
-    connects=True,
-    changes=("recover", "as_admin"),
-    prints=rows_of(_shown_columns),
-    examples=(
-        "bkctl ledger read 12 --last 10 --body",
-        "bkctl ledger read 12 --from 100 --limit 5",
-        "bkctl ledger read 12 --format raw > ledger-12",
-        "bkctl ledger read 12 -f '%e %s\\n'",
-    ),
-)
+@command(app, "read", connects=True, changes=("recover", "as_admin"), prints=rows_of(_shown_columns))
 def read(
     run: Run,
     ledger: OneLedger,
@@ -161,6 +149,11 @@ def read(
 
     The ledger's password is checked. --format raw writes the payloads' bytes and nothing else, --template each entry in
     a form of your own, as kcat does.
+
+    $ bkctl ledger read 12 --last 10 --body
+    $ bkctl ledger read 12 --from 100 --limit 5
+    $ bkctl ledger read 12 --format raw > ledger-12
+    $ bkctl ledger read 12 -f '%e %s\\n'
     """
     from bkctl.client.ledger_series import EntriesToRead, read_ledger
 
@@ -183,14 +176,7 @@ def read(
         _print_entries(run, recorded, protocol, runs, columns, form=form)
 
 
-@command(
-    app,
-    "tail",
-    connects=True,
-    changes="as_admin",
-    examples=("bkctl ledger tail 12 --body",),
-    prints=rows_of(_shown_columns),
-)
+@command(app, "tail", connects=True, changes="as_admin", prints=rows_of(_shown_columns))
 def tail_ledger(
     run: Run,
     ledger: OneLedger,
@@ -208,6 +194,8 @@ def tail_ledger(
     """Print the last entries of a ledger, then each new one.
 
     Ends when the ledger is closed, or with Ctrl-C.
+
+    $ bkctl ledger tail 12 --body
     """
     from bkctl.client.ledger_series import follow_ledger
 

@@ -49,10 +49,6 @@ RECOVERY_PLAN_COLUMNS = Columns(
     asks=True,
     changes=True,
     prints=rows_of(LEDGER_COLUMNS, RECOVERY_PLAN_COLUMNS, table=LEDGER_TABLE_COLUMNS),
-    examples=(
-        "bkctl ledger recover 12",
-        "bkctl ledger recover 12 --dry-run",
-    ),
 )
 def recover(
     run: Run,
@@ -78,6 +74,9 @@ def recover(
 
     --dry-run fences nothing. It shows what a recovery would do, whether a writer is adding entries, and what would be
     given up.
+
+    $ bkctl ledger recover 12
+    $ bkctl ledger recover 12 --dry-run
     """
     from bkctl.client.ledger_series import plan_recoveries, recover_ledgers
 

@@ -97,17 +97,7 @@ TRIAL_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "test",
-    connects=True,
-    changes=True,
-    prints=object_of(TRIAL_COLUMNS),
-    examples=(
-        "bkctl ledger test",
-        "bkctl ledger test --entries 10000 --size 1KiB",
-    ),
-)
+@command(app, "test", connects=True, changes=True, prints=object_of(TRIAL_COLUMNS))
 def try_out(
     out: Printer,
     access: Access,
@@ -124,6 +114,9 @@ def try_out(
 
     Creates a ledger, writes random entries, reads them before and after closing, and deletes the ledger, also after a
     failure or Ctrl-C.
+
+    $ bkctl ledger test
+    $ bkctl ledger test --entries 10000 --size 1KiB
     """
     from bkctl.client.streams import check_entry_size
     from bkctl.client.trials import try_ledger

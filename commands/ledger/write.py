@@ -37,18 +37,7 @@ async def create_ledger(
     return await bookkeeper.create_ledger_adv(ledger_id, ledger_scope_id=target.scope_id, **settings)
 
 
-@command(
-    app,
-    "write",
-    connects=True,
-    changes=True,
-    prints=object_of(LEDGER_COLUMNS),
-    examples=(
-        "bkctl ledger write /etc/hosts",
-        "seq 1000 | bkctl ledger write",
-        "bkctl ledger write --uuid --record-size 64KiB /etc/services",
-    ),
-)
+@command(app, "write", connects=True, changes=True, prints=object_of(LEDGER_COLUMNS))
 def write(
     out: Printer,
     access: Access,
@@ -69,6 +58,10 @@ def write(
     Each line becomes one entry, without its line end; an empty line becomes an empty entry. The ledger's id goes to
     stderr at once, the closed ledger to stdout. While stdin stays open, each line is acknowledged as it arrives and can
     be tailed.
+
+    $ bkctl ledger write /etc/hosts
+    $ seq 1000 | bkctl ledger write
+    $ bkctl ledger write --uuid --record-size 64KiB /etc/services
     """
     from bkctl.client.streams import LineSplitter, RecordSplitter, write_ledger
 

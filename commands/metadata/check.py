@@ -63,18 +63,7 @@ ORPHAN_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "orphans",
-    connects=True,
-    changes="delete",
-    asks=True,
-    prints=rows_of(ORPHAN_COLUMNS),
-    examples=(
-        "bkctl metadata orphans",
-        "bkctl metadata orphans --delete --dry-run",
-    ),
-)
+@command(app, "orphans", connects=True, asks=True, changes="delete", prints=rows_of(ORPHAN_COLUMNS))
 def list_orphans(
     out: Printer,
     access: Access,
@@ -90,6 +79,9 @@ def list_orphans(
 
     Orphans are marks of deleted ledgers, scopes of a formatted cluster, and unused cookies. Exit code 3 if there are
     any.
+
+    $ bkctl metadata orphans
+    $ bkctl metadata orphans --delete --dry-run
     """
     from bkctl.metadata.admin.check import orphans, remove_orphans
 

@@ -47,13 +47,7 @@ class ExportRow(NamedTuple):
     exported: ExportSummary
 
 
-@command(
-    app,
-    "export",
-    connects=True,
-    examples=("bkctl metadata export -f cluster.ndjson",),
-    prints=object_of(EXPORTED_COLUMNS),
-)
+@command(app, "export", connects=True, prints=object_of(EXPORTED_COLUMNS))
 def export(
     out: Printer,
     access: Access,
@@ -70,6 +64,8 @@ def export(
 
     The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
     metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
+
+    $ bkctl metadata export -f cluster.ndjson
     """
     from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file, write_export
 
@@ -137,15 +133,7 @@ def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
         run.out.note(f"The layout of ledgers changes from {names[0]} to {names[1]}")
 
 
-@command(
-    app,
-    "import",
-    connects=True,
-    changes=True,
-    asks=True,
-    prints=rows_of(IMPORTED_COLUMNS),
-    examples=("bkctl metadata import cluster.ndjson --dry-run",),
-)
+@command(app, "import", connects=True, asks=True, changes=True, prints=rows_of(IMPORTED_COLUMNS))
 def import_(
     run: Run,
     path: Annotated[Path, file_argument("The file that 'metadata export' wrote; - is stdin.")],
@@ -161,6 +149,8 @@ def import_(
     Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
     record exists with another value; --overwrite replaces it. Created nodes have a new creation time: the age of a
     ledger (--min-age) begins again unless its metadata has the time.
+
+    $ bkctl metadata import cluster.ndjson --dry-run
     """
     from bkctl.metadata.admin.dump.export_file import ExportFile
     from bkctl.metadata.admin.dump.importing import ImportSummary, import_records, prepare_target

@@ -86,7 +86,7 @@ NODE_COLUMNS = Columns(
 
 
 @command(
-    app, "get", connects=True, examples=("bkctl metadata get LAYOUT --format utf8",), prints=object_of(NODE_COLUMNS)
+    app, "get", connects=True, prints=object_of(NODE_COLUMNS), examples=("bkctl metadata get LAYOUT --format utf8",)
 )
 def get(
     out: Printer,
@@ -159,17 +159,7 @@ def _drawn(columns: Columns) -> Columns:
     return Columns(Column("NODE", "path", _branch, flexible=True), *columns.columns[1:], key="path")
 
 
-@command(
-    app,
-    "tree",
-    connects=True,
-    prints=rows_of(TREE_COLUMNS, TOTAL_COLUMNS),
-    examples=(
-        "bkctl metadata tree --depth 1",
-        "bkctl metadata tree --totals --depth 1",
-        "bkctl metadata tree cookies --contains 10.0.0.1",
-    ),
-)
+@command(app, "tree", connects=True, prints=rows_of(TREE_COLUMNS, TOTAL_COLUMNS))
 def tree(
     out: Printer,
     access: Access,
@@ -195,6 +185,10 @@ def tree(
 
     With --match or --contains, lists only the nodes that fit, by their whole paths; exit code 4 if none does. With
     --totals, shows which parts of the tree are large.
+
+    $ bkctl metadata tree --depth 1
+    $ bkctl metadata tree --totals --depth 1
+    $ bkctl metadata tree cookies --contains 10.0.0.1
     """
     from bkctl.metadata.admin.overview import subtree_totals, walk
 
@@ -248,13 +242,7 @@ UNDO_FILE_COLUMNS = Columns(
 
 
 @command(
-    app,
-    "undo",
-    connects=True,
-    asks=True,
-    changes=("file", "last"),
-    prints=rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS),
-    examples=("bkctl metadata undo --list", "bkctl metadata undo --last --dry-run"),
+    app, "undo", connects=True, asks=True, changes=("file", "last"), prints=rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS)
 )
 def undo_command(
     run: Run,
@@ -301,6 +289,9 @@ def undo_command(
     autorecovery audit without --reset-clock, which starts an audit and changes no value; bookie start, autorecovery run
     and other servers; and cluster nuke and bookie format, whose data is gone as well: 'metadata export' before them is
     the way back.
+
+    $ bkctl metadata undo --list
+    $ bkctl metadata undo --last --dry-run
     """
     from bkctl.metadata.admin.undo import list_undo_files, undo
 

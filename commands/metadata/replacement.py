@@ -26,15 +26,7 @@ REPLACEMENT_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "replace-bookie",
-    connects=True,
-    changes=True,
-    asks=True,
-    prints=rows_of(REPLACEMENT_COLUMNS),
-    examples=("bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run",),
-)
+@command(app, "replace-bookie", connects=True, asks=True, changes=True, prints=rows_of(REPLACEMENT_COLUMNS))
 def replace_bookie_id(
     out: Printer,
     access: Access,
@@ -51,6 +43,8 @@ def replace_bookie_id(
 
     For a bookie that returns under another id with all its data; entries are not moved. Covers every scope. Refused
     while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id.
+
+    $ bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run
     """
     from bkctl.ids import check_bookie_id
     from bkctl.metadata.admin.bookie_replacement import replace_bookie

@@ -44,17 +44,7 @@ def scopes(out: Printer, access: Access, job: LongWork) -> None:
 NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")
 
 
-@command(
-    app,
-    "idgen",
-    connects=True,
-    changes="sequence",
-    prints=rows_of(NEW_ID_COLUMNS),
-    examples=(
-        "bkctl metadata idgen --limit 3",
-        "bkctl metadata idgen --ledger-scope-id 7",
-    ),
-)
+@command(app, "idgen", connects=True, changes="sequence", prints=rows_of(NEW_ID_COLUMNS))
 def idgen(
     out: Printer,
     access: Access,
@@ -69,6 +59,9 @@ def idgen(
 
     Without options, prints UUIDs, whose high half is the scope. --ledger-scope-id prints random ids of one scope.
     --sequence takes ids from the cluster's generator; only that needs a cluster.
+
+    $ bkctl metadata idgen --limit 3
+    $ bkctl metadata idgen --ledger-scope-id 7
     """
     if sequence and scope:
         raise UsageError("--sequence applies to scope 0; ids of other scopes are random")

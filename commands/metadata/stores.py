@@ -39,7 +39,7 @@ _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' w
 
 
 @command(
-    app, "diff", connects=True, examples=("bkctl metadata diff cluster.ndjson",), prints=rows_of(DIFFERENCE_COLUMNS)
+    app, "diff", connects=True, prints=rows_of(DIFFERENCE_COLUMNS), examples=("bkctl metadata diff cluster.ndjson",)
 )
 def diff(
     out: Printer,
@@ -83,15 +83,7 @@ def _open(access: Access, stack: ExitStack, text: str | None) -> DumpSource:
     return stack.enter_context(source)
 
 
-@command(
-    app,
-    "migrate",
-    connects=True,
-    changes=True,
-    asks=True,
-    prints=rows_of(IMPORTED_COLUMNS),
-    examples=("bkctl metadata migrate --to sqlite:///metadata.db --dry-run",),
-)
+@command(app, "migrate", connects=True, asks=True, changes=True, prints=rows_of(IMPORTED_COLUMNS))
 def migrate(
     run: Run,
     *,
@@ -121,6 +113,8 @@ def migrate(
     an interrupted one. Refused while bookies are registered on either side, since their clients would continue to
     change the first store. Copied nodes have a new creation time: the age of a ledger (--min-age) begins again unless
     its metadata has the time.
+
+    $ bkctl metadata migrate --to sqlite:///metadata.db --dry-run
     """
     from bkctl.metadata.admin.dump.importing import import_records, prepare_target
     from bkctl.metadata.admin.dump.sources import ClusterSource

@@ -32,16 +32,7 @@ EXTRACT_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "extract",
-    connects=True,
-    prints=rows_of(EXTRACT_COLUMNS),
-    examples=(
-        "bkctl pipeline extract --conf bk_server.conf /mnt/facts",
-        "bkctl pipeline extract /bookies/0 s3://bucket/facts",
-    ),
-)
+@command(app, "extract", connects=True, prints=rows_of(EXTRACT_COLUMNS))
 def extract(
     run: Run,
     *,
@@ -61,6 +52,9 @@ def extract(
     log is read once; later runs read only logs that grew or are new, journals and indexes. Readers see a run's result
     once it is complete. HMAC digests need the cluster (--conf names it): without one, records with HMAC or DUMMY
     digests are copied whole.
+
+    $ bkctl pipeline extract --conf bk_server.conf /mnt/facts
+    $ bkctl pipeline extract /bookies/0 s3://bucket/facts
     """
     from bkctl.spark.facts.facts_store import FactsStore
 

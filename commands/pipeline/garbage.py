@@ -69,11 +69,7 @@ GARBAGE_COLUMNS = {
 
 
 @command(
-    app,
-    "garbage",
-    connects=True,
-    examples=("bkctl pipeline garbage --by bookie",),
-    prints=rows_of(GARBAGE_COLUMNS),
+    app, "garbage", connects=True, prints=rows_of(GARBAGE_COLUMNS), examples=("bkctl pipeline garbage --by bookie",)
 )
 def garbage(
     run: Run,

@@ -55,16 +55,7 @@ INVENTORY_COLUMNS = {
 }
 
 
-@command(
-    app,
-    "inventory",
-    connects=True,
-    prints=rows_of(INVENTORY_COLUMNS),
-    examples=(
-        "bkctl pipeline inventory",
-        "bkctl pipeline inventory --conf bk_server.conf --by scope",
-    ),
-)
+@command(app, "inventory", connects=True, prints=rows_of(INVENTORY_COLUMNS))
 def inventory(
     run: Run,
     ledgers: LedgersToScan,
@@ -81,6 +72,9 @@ def inventory(
     field, as in 'entrylog show'. Applications come from ledgers' custom metadata (Pulsar's, as in 'ledger show'), so
     --by application needs the cluster; all others need files only. Exit code 7: a log is damaged; entries before the
     damage are counted.
+
+    $ bkctl pipeline inventory
+    $ bkctl pipeline inventory --conf bk_server.conf --by scope
     """
     options = JobOptions(run, spark, places, saves, connects=by is InventoryBy.APPLICATION)
     show_result(options, "inventory", by, INVENTORY_COLUMNS, partial(InventoryResult, ledgers=ledgers))

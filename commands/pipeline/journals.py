@@ -84,13 +84,7 @@ AUDIT_COLUMNS = {
 }
 
 
-@command(
-    app,
-    "journal-audit",
-    connects=True,
-    examples=("bkctl pipeline journal-audit",),
-    prints=rows_of(AUDIT_COLUMNS),
-)
+@command(app, "journal-audit", connects=True, prints=rows_of(AUDIT_COLUMNS), examples=("bkctl pipeline journal-audit",))
 def journal_audit(
     run: Run,
     ledgers: LedgersToScan,

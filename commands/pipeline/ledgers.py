@@ -71,16 +71,7 @@ COPY_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(
-    app,
-    "export",
-    connects=True,
-    prints=rows_of(EXPORT_COLUMNS),
-    examples=(
-        "bkctl pipeline export ledgers.export 12 13",
-        "bkctl pipeline export s3a://lake/day2 --since 's3a://lake/*' --state CLOSED",
-    ),
-)
+@command(app, "export", connects=True, prints=rows_of(EXPORT_COLUMNS))
 def export(
     run: Run,
     path: Annotated[
@@ -115,6 +106,9 @@ def export(
     with the metadata (exit code 7 if they differ). Ledgers that are deleted meanwhile are left out, unless they are
     named. --since exports what is new since former exports: ledgers that they lack, or have not closed, or that were
     created again.
+
+    $ bkctl pipeline export ledgers.export 12 13
+    $ bkctl pipeline export s3a://lake/day2 --since 's3a://lake/*' --state CLOSED
     """
     check_saves(saves, EXPORT_COLUMNS, ROW_FORMS)
     states = parse_states(state, "--state")
@@ -138,14 +132,7 @@ def export(
         frame_rows(run, rows, EXPORT_COLUMNS, saves)
 
 
-@command(
-    app,
-    "import",
-    connects=True,
-    changes=True,
-    examples=("bkctl pipeline import ledgers.export --to-scope 7",),
-    prints=rows_of(COPY_COLUMNS),
-)
+@command(app, "import", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
 def import_(
     run: Run,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A directory that 'pipeline export' created.")],
@@ -171,6 +158,8 @@ def import_(
     They keep their ids, or move to another scope. Each ledger is read back and compared. Run an interrupted import
     again to finish it: intact ledgers that this command created are skipped (present). Exit code 3: some ledgers were
     not created (failed).
+
+    $ bkctl pipeline import ledgers.export --to-scope 7
     """
     check_saves(saves, COPY_COLUMNS, ROW_FORMS)
     options = {**connection_options(run), **sizes}
@@ -188,14 +177,7 @@ def import_(
         _show_copies(run, rows, saves)
 
 
-@command(
-    app,
-    "migrate-scope",
-    connects=True,
-    changes=True,
-    examples=("bkctl pipeline migrate-scope 12 --to-scope 7",),
-    prints=rows_of(COPY_COLUMNS),
-)
+@command(app, "migrate-scope", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
 def migrate_scope(
     run: Run,
     which: AnyLedgers,
@@ -211,6 +193,8 @@ def migrate_scope(
     metadata, and is read back and compared. The sources stay. Run an interrupted migration again to finish it: verified
     copies are skipped (present). Exit code 3: some ledgers were not copied (failed), or are not closed (open; 'ledger
     recover' closes one).
+
+    $ bkctl pipeline migrate-scope 12 --to-scope 7
     """
     check_saves(saves, COPY_COLUMNS, ROW_FORMS)
     if to_scope_id is None:

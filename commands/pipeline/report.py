@@ -53,16 +53,7 @@ REPORT_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "report",
-    connects=True,
-    prints=rows_of(REPORT_COLUMNS),
-    examples=(
-        "bkctl pipeline report --save report.html",
-        "bkctl pipeline report --textfile /var/lib/node_exporter/bkctl.prom",
-    ),
-)
+@command(app, "report", connects=True, prints=rows_of(REPORT_COLUMNS))
 def report(
     run: Run,
     thresholds: ThresholdOptions,
@@ -86,6 +77,9 @@ def report(
     The page has plots of inventory, integrity, garbage and journal-audit, and loads nothing from elsewhere. --save
     names the file. --textfile writes findings and totals by bookie for Prometheus, and may be all that is wanted. The
     jobs' totals are printed too. Exit code 3: there are findings.
+
+    $ bkctl pipeline report --save report.html
+    $ bkctl pipeline report --textfile /var/lib/node_exporter/bkctl.prom
     """
     saves = list(dict.fromkeys(save or ()))
     check_pages(saves)
