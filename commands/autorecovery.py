@@ -13,7 +13,7 @@ from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 
 from .kit.columns import COUNT_COLUMNS
-from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
+from .kit.command import Printer, Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
@@ -54,9 +54,7 @@ RUNNING_COLUMNS = Columns(
 
 @command(app, "run", connects=True, prints=object_of(RUNNING_COLUMNS))
 def run_auto_recovery(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     scopes_only: Annotated[
         bool, typer.Option("--scopes-only", help="Ignore scope 0, which Apache's auto-recovery serves.")
     ] = False,
@@ -82,20 +80,20 @@ def run_auto_recovery(
 
     if scopes_only and scope_0_only:
         raise UsageError("--scopes-only and --scope-0-only are given", hint="give one of them, or none for all scopes")
-    config = BookieConfig() if access.conf is None else access.config()
+    config = BookieConfig() if run.access.conf is None else run.access.config()
     scopes = {False, True} - ({False} if scopes_only else set()) - ({True} if scope_0_only else set())
     bookie_id = own_id or _own_id(config)
-    job.log()
-    with access.cluster() as cluster:
+    run.job.log()
+    with run.access.cluster() as cluster:
         auto_recovery_of(cluster)
         auto_recovery = AutoRecovery(
             cluster, config, bookie_id,
-            scopes=scopes, tls=access.bookie_tls(TLS_REFRESH_S), addresses=access.bookie_addresses(),
-            timeout_s=access.timeout_s,
+            scopes=scopes, tls=run.access.bookie_tls(TLS_REFRESH_S), addresses=run.access.bookie_addresses(),
+            timeout_s=run.access.timeout_s,
         )  # fmt: skip
         row = Running(bookie_id, False in scopes, True in scopes, os.getpid())
         with recovery_server(auto_recovery):
-            job.complete(serve(auto_recovery, started=lambda: out.show(row, RUNNING_COLUMNS)))
+            run.job.complete(serve(auto_recovery, started=lambda: run.out.show(row, RUNNING_COLUMNS)))
 
 
 def _own_id(config: BookieConfig) -> str:
@@ -128,7 +126,7 @@ STATUS_COLUMNS = Columns(
 
 
 @command(app, "status", connects=True, examples=("bkctl autorecovery status",), prints=object_of(STATUS_COLUMNS))
-def status(out: Printer, access: Access, watch: WatchOption) -> None:
+def status(run: Run, watch: WatchOption) -> None:
     """Show the state of auto-recovery.
 
     Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks. Without a
@@ -137,9 +135,9 @@ def status(out: Printer, access: Access, watch: WatchOption) -> None:
     from bkctl.metadata.admin.auto_recovery import recovery_status
 
     problems: list[BkctlError] = []
-    with access.cluster() as cluster:
-        out.watch(watch, partial(recovery_status, cluster, problems), STATUS_COLUMNS, single=True)
-    out.raise_first(problems[:1])
+    with run.access.cluster() as cluster:
+        run.out.watch(watch, partial(recovery_status, cluster, problems), STATUS_COLUMNS, single=True)
+    run.out.raise_first(problems[:1])
 
 
 class SwitchState(NamedTuple):
@@ -218,9 +216,7 @@ MARK_COLUMNS = Columns(
 
 @command(app, "list", connects=True, prints=rows_of(MARK_COLUMNS) + object_of(COUNT_COLUMNS))
 def list_marked(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     scope: ScopeOfAny,
     watch: WatchOption,
     older_than: Annotated[
@@ -251,10 +247,10 @@ def list_marked(
 
     problems: list[BkctlError] = []
     chosen = MarkFilter(missing or (), not_missing or (), older_than)
-    with access.cluster() as cluster, job.working("Listing under-replicated ledgers", enabled=watch is None):
+    with run.access.cluster() as cluster, run.job.working("Listing under-replicated ledgers", enabled=watch is None):
         look = partial(list_marks, cluster, scope, chosen, problems, None if count else why_not_replicated)
-        out.watch(watch, look, MARK_COLUMNS, count=count)
-    out.raise_first(problems[:1])
+        run.out.watch(watch, look, MARK_COLUMNS, count=count)
+    run.out.raise_first(problems[:1])
 
 
 LOCK_COLUMNS = Columns(
@@ -268,7 +264,7 @@ LOCK_COLUMNS = Columns(
 
 
 @command(app, "workers", connects=True, examples=("bkctl autorecovery workers",), prints=rows_of(LOCK_COLUMNS))
-def workers(out: Printer, access: Access, scope: ScopeOfAny, watch: WatchOption) -> None:
+def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
     """List the ledgers that are being replicated, by worker.
 
     Apache's workers give their host name.
@@ -276,8 +272,8 @@ def workers(out: Printer, access: Access, scope: ScopeOfAny, watch: WatchOption)
 
     from bkctl.metadata.admin.auto_recovery import list_work
 
-    with access.cluster() as cluster:
-        out.watch(watch, partial(list_work, cluster, scope), LOCK_COLUMNS)
+    with run.access.cluster() as cluster:
+        run.out.watch(watch, partial(list_work, cluster, scope), LOCK_COLUMNS)
 
 
 MARKED_COLUMNS = Columns(
@@ -290,9 +286,7 @@ MARKED_COLUMNS = Columns(
 
 @command(app, "mark", connects=True, changes=True, prints=rows_of(MARKED_COLUMNS))
 def mark(
-    out: Printer,
-    access: Access,
-    consent: Consent,
+    run: Run,
     ledgers: LedgersOrFile,
     missing: Annotated[
         list[str] | None,
@@ -312,13 +306,13 @@ def mark(
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of, check_in_ensembles, mark_ledgers
 
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         if not auto_recovery_of(cluster).settings.is_enabled():
-            out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
+            run.out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
         check_in_ensembles(cluster, ledgers, missing)
-        with out.rows(MARKED_COLUMNS) as writer, consent.recorded(cluster, undo) as recorded:
+        with run.out.rows(MARKED_COLUMNS) as writer, run.consent.recorded(cluster, undo) as recorded:
             marked = mark_ledgers(recorded, ledgers, missing, dry_run=dry_run)
-            writer.rows(tap(marked, partial(_note_unchanged, out, missing)))
+            writer.rows(tap(marked, partial(_note_unchanged, run.out, missing)))
 
 
 def _note_unchanged(out: Printer, missing: list[str], row: MarkChange) -> None:
@@ -327,14 +321,7 @@ def _note_unchanged(out: Printer, missing: list[str], row: MarkChange) -> None:
 
 
 @command(app, "unmark", connects=True, asks=True, changes=True, prints=rows_of(MARKED_COLUMNS))
-def unmark(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    ledgers: LedgersOrFile,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
-) -> None:
+def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Remove the under-replicated mark from ledgers.
 
     The workers of auto-recovery then no longer replicate them.
@@ -343,14 +330,14 @@ def unmark(
     """
     from bkctl.metadata.admin.auto_recovery import stored_marks, unmark_ledgers
 
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         marks = stored_marks(cluster, ledgers)
-        out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
+        run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
         if marks and not dry_run:
-            consent.confirm(
+            run.consent.confirm(
                 f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
             )
-        with out.rows(MARKED_COLUMNS, findings=True) as writer, consent.recorded(cluster, undo) as recorded:
+        with run.out.rows(MARKED_COLUMNS, findings=True) as writer, run.consent.recorded(cluster, undo) as recorded:
             writer.rows(unmark_ledgers(recorded, marks, dry_run=dry_run))
 
 
@@ -367,9 +354,7 @@ VOTE_COLUMNS = Columns(
 
 @command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",), prints=rows_of(VOTE_COLUMNS))
 def auditor(
-    out: Printer,
-    access: Access,
-    all_votes: Annotated[bool, typer.Option("--all", help="Show candidates for auditor, too.")] = False,
+    run: Run, all_votes: Annotated[bool, typer.Option("--all", help="Show candidates for auditor, too.")] = False
 ) -> None:
     """Show which bookie is the auditor.
 
@@ -378,12 +363,12 @@ def auditor(
     from bkctl.metadata.admin.auto_recovery import list_votes
 
     problems: list[BkctlError] = []
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         votes = list_votes(cluster, problems, every=all_votes)
     if not votes and not problems:
         raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
-    out.render(votes, VOTE_COLUMNS)
-    out.raise_first(problems[:1])
+    run.out.render(votes, VOTE_COLUMNS)
+    run.out.raise_first(problems[:1])
 
 
 #: The auditor's periodic checks as --reset-clock names them → their names in AuditorCheck.
@@ -412,9 +397,7 @@ def _checks(texts: str) -> dict[str, AuditorCheck]:
 
 @command(app, "audit", connects=True, changes=True, prints=object_of(AUDITED_COLUMNS) + rows_of(CLOCK_COLUMNS))
 def audit(
-    out: Printer,
-    access: Access,
-    consent: Consent,
+    run: Run,
     reset_clock: Annotated[
         str | None,
         typer.Option(
@@ -435,15 +418,15 @@ def audit(
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of, reset_clocks
 
     checks = {} if reset_clock is None else _checks(reset_clock)
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         if not checks:
-            out.show(auto_recovery_of(cluster).trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
+            run.out.show(auto_recovery_of(cluster).trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
             return
         after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-        with consent.recorded(cluster, undo) as recorded:
+        with run.consent.recorded(cluster, undo) as recorded:
             rows = reset_clocks(recorded, after_ms, checks, dry_run=dry_run)
-    out.render(rows, CLOCK_COLUMNS)
-    out.note("The checks run when an auditor starts next; restart the auditor to have them now")
+    run.out.render(rows, CLOCK_COLUMNS)
+    run.out.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
 
 class Delay(NamedTuple):
@@ -462,9 +445,7 @@ DELAY_COLUMNS = Columns(
 
 @command(app, "delay", connects=True, changes="seconds", prints=object_of(DELAY_COLUMNS))
 def delay(
-    out: Printer,
-    access: Access,
-    consent: Consent,
+    run: Run,
     seconds: Annotated[
         str | None, typer.Argument(metavar="[DELAY]", help="The new delay: seconds, or 30m, 2h; 0 is none.")
     ] = None,
@@ -477,16 +458,16 @@ def delay(
     """
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of
 
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         state = auto_recovery_of(cluster)
         if seconds is None:
             stored = state.settings.lost_bookie_recovery_delay_s()
-            out.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
+            run.out.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
             return
         wanted = parse_duration(seconds, "DELAY")
         if wanted != int(wanted):
             raise UsageError(f"DELAY {seconds}: not whole seconds")
         if not dry_run:
-            with consent.recorded(cluster, undo) as recorded:
+            with run.consent.recorded(cluster, undo) as recorded:
                 auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
-        out.show(Delay(int(wanted), True), DELAY_COLUMNS)
+        run.out.show(Delay(int(wanted), True), DELAY_COLUMNS)

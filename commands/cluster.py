@@ -16,7 +16,7 @@ from bkctl.metadata.admin.health_codes import HealthCode
 
 from .kit.audit import user_name
 from .kit.columns import Output
-from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
+from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
@@ -61,12 +61,12 @@ INFO_COLUMNS = Columns(
 
 
 @command(app, "info", connects=True, examples=("bkctl cluster info",), prints=object_of(INFO_COLUMNS))
-def info(out: Printer, access: Access) -> None:
+def info(run: Run) -> None:
     """Show the cluster: layout, bookies, auditor, replication."""
     from bkctl.metadata.admin.overview import cluster_info
 
-    with access.cluster() as cluster:
-        out.show(cluster_info(cluster), INFO_COLUMNS)
+    with run.access.cluster() as cluster:
+        run.out.show(cluster_info(cluster), INFO_COLUMNS)
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
@@ -123,9 +123,7 @@ STATUS_COLUMNS = Columns(
 
 @command(app, "status", connects=True, examples=("bkctl cluster status",), prints=rows_of(STATUS_COLUMNS))
 def status(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     threshold: Threshold = 90.0,
     count_ledgers: Annotated[
         bool | None,
@@ -147,26 +145,26 @@ def status(
     from bkctl.metadata.cluster import RegisteredBookie
 
     check_percentage(threshold)
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         cluster.layout()
         members, counts = cluster.bookies.list(), None
-        with job.working("Asking the bookies"):
-            spaces = job.ask(access.bookkeeper(cluster), partial(member_space, bookies=members))
+        with run.job.working("Asking the bookies"):
+            spaces = run.job.ask(run.access.bookkeeper(cluster), partial(member_space, bookies=members))
         if count_ledgers is not False:
-            with job.working("Counting ledgers"):
+            with run.job.working("Counting ledgers"):
                 counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
     unknown = sorted((counts or {}).keys() - {each.bookie_id for each in members})
     spaces += [BookieSpace(RegisteredBookie(each, UNKNOWN, None), None, None, None) for each in unknown]
     rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
-    out.render(rows, STATUS_COLUMNS, findings=out.draws)
+    run.out.render(rows, STATUS_COLUMNS, findings=run.out.draws)
     if counts is None and count_ledgers is None:
-        out.note(f"More than {COUNTED_LEDGERS_MAX:,} ledgers, which are not counted: add --count-ledgers")
+        run.out.note(f"More than {COUNTED_LEDGERS_MAX:,} ledgers, which are not counted: add --count-ledgers")
     problem_count = sum(row.problem is not None for row in rows)
     if not any(row.space.bookie.state == "rw" for row in rows):
         problem_count += 1
-        out.note("No bookie is writable: nothing can be written")
+        run.out.note("No bookie is writable: nothing can be written")
     advice = "'bkctl cluster health' says what to do"
-    out.finish_with(problem_count, f"problem; {advice}", f"problems; {advice}")
+    run.out.finish_with(problem_count, f"problem; {advice}", f"problems; {advice}")
 
 
 # --- health ---------------------------------------------------------------------------------------------------------
@@ -436,9 +434,7 @@ MUTE_COLUMNS = Columns(
 
 @command(health_app, "mute", connects=True, changes=True, prints=object_of(MUTE_COLUMNS))
 def mute_health(
-    out: Printer,
-    access: Access,
-    consent: Consent,
+    run: Run,
     code: Code,
     duration_s: Annotated[
         float | None, duration_option("--for", "How long: 30m, 2h, 1d (default: until it is unmuted).")
@@ -456,29 +452,29 @@ def mute_health(
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
-    with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
-        out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
+    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
+        run.out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
 @command(health_app, "unmute", connects=True, changes=True, prints=object_of(MUTE_COLUMNS))
-def unmute_health(out: Printer, access: Access, consent: Consent, code: Code, undo: UndoOption = None) -> None:
+def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
     """Show findings of a muted code again.
 
     $ bkctl cluster health unmute bookie-down
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
 
-    with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
-        out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
+    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
+        run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
 
 @command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",), prints=rows_of(MUTE_COLUMNS))
-def list_mutes(out: Printer, access: Access) -> None:
+def list_mutes(run: Run) -> None:
     """List the muted codes, with time and user."""
     from bkctl.metadata.admin.health_mutes import HealthMutes
 
-    with access.cluster() as cluster:
-        out.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
+    with run.access.cluster() as cluster:
+        run.out.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
 
 
 class Check(NamedTuple):
@@ -496,15 +492,15 @@ CHECK_COLUMNS = Columns(
 
 
 @command(healthcheck_app, "status", connects=True, prints=object_of(CHECK_COLUMNS))
-def healthcheck_status(out: Printer, access: Access) -> None:
+def healthcheck_status(run: Run) -> None:
     """Show whether clients may quarantine failing bookies.
 
     $ bkctl cluster healthcheck status
     """
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
-    with access.cluster() as cluster:
-        out.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
+    with run.access.cluster() as cluster:
+        run.out.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
 
 
 @command(healthcheck_app, "enable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
@@ -556,22 +552,21 @@ ID_COLUMNS = Columns(
 
 
 @command(app, "id", connects=True, examples=("bkctl cluster id",), prints=object_of(ID_COLUMNS))
-def show_id(out: Printer, access: Access) -> None:
+def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         factory_class, instance_id = cluster.layout().factory_class, cluster.instance_id()
         if not instance_id:
             raise NotFound(
                 f"The cluster in {cluster.uri} has no instance id",
                 hint="a bookie's cookie may name it: 'bkctl cookie show BOOKIE'",
             )
-        out.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
+        run.out.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
 
 
 @command(app, "init", connects=True, changes=True, prints=object_of(ID_COLUMNS))
 def init(
-    out: Printer,
-    access: Access,
+    run: Run,
     long_long_layout: Annotated[
         bool,
         typer.Option(
@@ -591,18 +586,18 @@ def init(
     from bkctl.metadata.cluster import init_cluster, new_layout
     from bkctl.metadata.uri import parse_uri
 
-    location = parse_uri(access.connection().uri)
+    location = parse_uri(run.access.connection().uri)
     layout = new_layout(location, long_long=long_long_layout)
     if not dry_run:
-        with access.cluster(create_store=True) as cluster:
+        with run.access.cluster(create_store=True) as cluster:
             if not init_cluster(cluster, layout=layout):
                 raise _already_there(cluster)
-            out.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
+            run.out.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
         return
-    with suppress(NotFound), access.cluster() as cluster:  # NotFound: the file is created later.
+    with suppress(NotFound), run.access.cluster() as cluster:  # NotFound: the file is created later.
         if cluster.store.get(cluster.places.layout) is not None:
             raise _already_there(cluster)
-    out.show(Identity(location.text, None, layout.factory_class), ID_COLUMNS)
+    run.out.show(Identity(location.text, None, layout.factory_class), ID_COLUMNS)
 
 
 def _already_there(cluster: Cluster) -> AlreadyExists:
@@ -621,10 +616,7 @@ NUKE_COLUMNS = Columns(
 
 @command(app, "nuke", connects=True, asks=True, changes=True, prints=object_of(NUKE_COLUMNS))
 def nuke_cluster(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    job: LongWork,
+    run: Run,
     yes_really: YesReally = None,
     instance_id: Annotated[
         str | None,
@@ -647,8 +639,8 @@ def nuke_cluster(
     from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
     from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
-    with access.cluster() as cluster:
-        with job.working("Counting ledgers"):
+    with run.access.cluster() as cluster:
+        with run.job.working("Counting ledgers"):
             plan = plan_nuke(cluster)
         named = yes_really if instance_id is None else instance_id
         if named not in (None, plan.instance_id):
@@ -657,10 +649,10 @@ def nuke_cluster(
                 hint="check the metadata URI",
             )
         if dry_run:
-            out.show(plan, NUKE_COLUMNS)
+            run.out.show(plan, NUKE_COLUMNS)
             return
         if plan.foreign_scopes:
-            out.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
+            run.out.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
         kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
         loss = (
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
@@ -668,13 +660,13 @@ def nuke_cluster(
             f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
         )
         if instance_id is not None:
-            consent.confirm(loss)
+            run.consent.confirm(loss)
         else:
-            consent.confirm_name(loss, plan.instance_id, yes_really)
+            run.consent.confirm_name(loss, plan.instance_id, yes_really)
         if backup is not None:
-            with job.working(f"Exporting to {backup}") as activity:
+            with run.job.working(f"Exporting to {backup}") as activity:
                 export_to_file(ClusterSource(cluster), backup, progress=activity.update)
-        with job.working("Removing nodes", left="run the command again to remove the rest") as activity:
+        with run.job.working("Removing nodes", left="run the command again to remove the rest") as activity:
             count = nuke(cluster, progress=activity.update)
-    out.show(plan, NUKE_COLUMNS)
-    out.note(f"Removed {counted(count, 'node', 'nodes')}")
+    run.out.show(plan, NUKE_COLUMNS)
+    run.out.note(f"Removed {counted(count, 'node', 'nodes')}")

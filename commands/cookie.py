@@ -11,7 +11,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import check_bookie_id
 
-from .kit.command import Access, Consent, LongWork, Printer, command, group, object_of, rows_of
+from .kit.command import Access, Run, command, group, object_of, rows_of
 from .kit.next_steps import next_column
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
 from .kit.records import DirOption
@@ -72,16 +72,16 @@ LIST_COLUMNS = Columns(
 
 
 @command(app, "list", connects=True, examples=("bkctl cookie list",), prints=rows_of(LIST_COLUMNS))
-def list_cookies(out: Printer, access: Access) -> None:
+def list_cookies(run: Run) -> None:
     """List the cookies in the metadata store.
 
     A cookie that cannot be read is a row with the problem (exit code 3).
     """
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         found = (_stored_row(cluster, bookie_id) for bookie_id in cluster.cookies.list())
         rows = [row for row in found if row is not None]
-    out.render(rows, LIST_COLUMNS)
-    out.finish_with(sum(row.error is not None for row in rows), "cookie cannot be read", "cookies cannot be read")
+    run.out.render(rows, LIST_COLUMNS)
+    run.out.finish_with(sum(row.error is not None for row in rows), "cookie cannot be read", "cookies cannot be read")
 
 
 def _stored_row(cluster: Cluster, bookie_id: str) -> CookieRow | None:
@@ -96,8 +96,7 @@ def _stored_row(cluster: Cluster, bookie_id: str) -> CookieRow | None:
 
 @command(app, "show", connects=True, prints=object_of(COOKIE_COLUMNS) + rows_of(COOKIE_COLUMNS))
 def show(
-    out: Printer,
-    access: Access,
+    run: Run,
     bookie: Annotated[str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id.")] = None,
     dir: DirOption = None,
     format: BinaryFormatOption = None,
@@ -121,18 +120,18 @@ def show(
     if bookie is None:
         found = [(str(path), _read(path), None, str(path)) for path in _version_files(dir)]
     else:
-        with access.cluster() as cluster:
+        with run.access.cluster() as cluster:
             node = _stored_node(cluster, bookie)
             found = [(None, node.value, node.version, f"cookie of {bookie} in {cluster.store.name}")]
     if format is not None:
-        out.raw(b"".join(data for _, data, _, _ in found))
+        run.out.raw(b"".join(data for _, data, _, _ in found))
         return
     cookies = [(place, Cookie.parse(data, where), version) for place, data, version, where in found]
     rows = [CookieRow(bookie or cookie.bookie_id, place, cookie, version, None) for place, cookie, version in cookies]
     if len(rows) == 1:
-        out.show(rows[0], COOKIE_COLUMNS)
+        run.out.show(rows[0], COOKIE_COLUMNS)
     else:
-        out.render(rows, COOKIE_COLUMNS)
+        run.out.render(rows, COOKIE_COLUMNS)
 
 
 def _stored_node(cluster: Cluster, bookie_id: str) -> Versioned[bytes]:
@@ -188,13 +187,7 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
 
 @command(app, "create", connects=True, changes=True, prints=object_of(COOKIE_COLUMNS))
 def create(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    bookie: BookieArgument,
-    file: FileArgument,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
+    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
     """Add a cookie to the metadata store.
 
@@ -207,14 +200,14 @@ def create(
 
     data, cookie = _cookie_in(file, bookie)
     version: int | None = None
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         path = cookie_path(bookie)
         if cluster.store.get(path) is not None:
             raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
         if not dry_run:
-            with consent.recorded(cluster, undo) as recorded:
+            with run.consent.recorded(cluster, undo) as recorded:
                 version = recorded.store.put(path, data, NEW)
-    out.show(CookieRow(bookie, None, cookie, version, None), COOKIE_COLUMNS)
+    run.out.show(CookieRow(bookie, None, cookie, version, None), COOKIE_COLUMNS)
 
 
 CHANGE_COLUMNS = Columns(
@@ -227,13 +220,7 @@ CHANGE_COLUMNS = Columns(
 
 @command(app, "update", connects=True, asks=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
 def update(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    bookie: BookieArgument,
-    file: FileArgument,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
+    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
     """Replace a bookie's cookie in the metadata store.
 
@@ -245,7 +232,7 @@ def update(
     from bkctl.formats.metadata import Cookie
 
     data, cookie = _cookie_in(file, bookie)
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         path = cookie_path(bookie)
         found = cluster.store.get(path)
         if found is None:
@@ -258,18 +245,15 @@ def update(
             changes = [CookieFinding("", "bytes", f"{len(data)} bytes", f"{len(found.value)} bytes", "")]
         if changes and not dry_run:
             names = ", ".join(change.field for change in changes)
-            consent.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
-            with consent.recorded(cluster, undo) as recorded:
+            run.consent.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
+            with run.consent.recorded(cluster, undo) as recorded:
                 recorded.store.put(path, data, found.version)
-        out.render(changes, CHANGE_COLUMNS)
+        run.out.render(changes, CHANGE_COLUMNS)
 
 
 @command(app, "delete", connects=True, asks=True, changes=True, prints=rows_of(COOKIE_COLUMNS))
 def delete(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    job: LongWork,
+    run: Run,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     dir: DirOption = None,
     undo: UndoOption = None,
@@ -286,24 +270,24 @@ def delete(
     from bkctl.bookie.cookies import check_not_registered, remove_cookies
     from bkctl.repair.holding import hold
 
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         nodes = {bookie: _stored_node(cluster, bookie) for bookie in bookies}
         check_not_registered(cluster, bookies)
-        with job.working("Looking at the ledgers"):
+        with run.job.working("Looking at the ledgers"):
             _check_not_named(cluster, bookies)
         files = [_cookie_of(path, bookies) for path in _version_files(dir)]
         if not dry_run:
             places = f" and {len(files)} directories" if files else ""
-            consent.confirm(
+            run.consent.confirm(
                 f"The cookie of bookie {', '.join(nodes)} in {cluster.store.name}{places} would be lost: "
                 "it does not start on its directories without. No ledger names it"
             )
             paths = [path for path, _ in files]
-            with hold([path.parent for path in paths], note=out.note), consent.undo(cluster, undo) as kept:
+            with hold([path.parent for path in paths], note=run.out.note), run.consent.undo(cluster, undo) as kept:
                 remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, kept)
         stored = [_row_of(bookie, found.value, found.version) for bookie, found in nodes.items()]
         local = [CookieRow(cookie.bookie_id, str(path), cookie, None, None) for path, cookie in files]
-        out.render([*stored, *local], COOKIE_COLUMNS)
+        run.out.render([*stored, *local], COOKIE_COLUMNS)
 
 
 def _cookie_of(path: Path, bookies: list[str]) -> tuple[Path, Cookie]:
@@ -367,8 +351,7 @@ def _directories_option(kind: str) -> Composite:
 
 @command(app, "generate", connects=True, prints=object_of(COOKIE_COLUMNS))
 def generate(
-    out: Printer,
-    access: Access,
+    run: Run,
     journals: Annotated[tuple[str, ...] | None, _directories_option("journal")],
     ledgers: Annotated[tuple[str, ...] | None, _directories_option("ledger")],
     indexes: Annotated[tuple[str, ...] | None, _directories_option("index")],
@@ -391,11 +374,11 @@ def generate(
     from bkctl.config import BookieConfig
     from bkctl.formats.metadata import Cookie
 
-    config = BookieConfig() if access.conf is None else access.config()
-    if access.conf is None and (bookie is None or journals is None or ledgers is None):
+    config = BookieConfig() if run.access.conf is None else run.access.config()
+    if run.access.conf is None and (bookie is None or journals is None or ledgers is None):
         raise UsageError("A cookie needs the bookie, --journal-dirs and --ledger-dirs", hint="or --conf bk_server.conf")
     if instance_id is None:
-        with access.cluster() as cluster:
+        with run.access.cluster() as cluster:
             instance_id = cluster.instance_id()
     if not ledgers:
         ledgers, indexes = config.ledger_directories, indexes or config.index_directories
@@ -403,11 +386,11 @@ def generate(
     cookie = Cookie(bookie_id, journals or config.journal_directories, ledgers, instance_id or None, indexes or None)
     data = cookie.serialize()
     if file is None:
-        out.raw(data)
+        run.out.raw(data)
         return
     with open(file, "xb") as stream:
         stream.write(data)
-    out.show(CookieRow(bookie_id, str(file), cookie, None, None), COOKIE_COLUMNS)
+    run.out.show(CookieRow(bookie_id, str(file), cookie, None, None), COOKIE_COLUMNS)
 
 
 class ExpandedRow(NamedTuple):
@@ -423,9 +406,7 @@ EXPANDED_COLUMNS = Columns(
 
 
 @command(app, "expand", connects=True, asks=True, changes=True, prints=rows_of(EXPANDED_COLUMNS))
-def expand_cookies(
-    out: Printer, access: Access, consent: Consent, undo: UndoOption = None, dry_run: DryRun = False
-) -> None:
+def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Add new, empty directories to a bookie's cookies.
 
     Adds the new ledger and index directories of --conf. The bookie must be stopped, and with DbLedgerStorage it must
@@ -437,23 +418,23 @@ def expand_cookies(
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
-    config = access.config()
+    config = run.access.config()
     bookie_id = bookie_id_of(config)
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         new = expand(config, bookie_id, cluster, Files(), undo=None)
         if not dry_run and new:
-            consent.confirm(
+            run.consent.confirm(
                 f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again"
             )
             make_directories(new, Files())
             with (
-                hold(map(Path, configured_directories(config)), note=out.note),
-                consent.undo(cluster, undo) as kept,
+                hold(map(Path, configured_directories(config)), note=run.out.note),
+                run.consent.undo(cluster, undo) as kept,
             ):
                 expand(config, bookie_id, cluster, Files(), undo=kept)
-        out.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
+        run.out.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
-        out.note("No directory is new")
+        run.out.note("No directory is new")
 
 
 class RenamedRow(NamedTuple):
@@ -472,9 +453,7 @@ RENAMED_COLUMNS = Columns(
 
 @command(app, "rename", connects=True, asks=True, changes=True, prints=rows_of(RENAMED_COLUMNS))
 def rename_bookie(
-    out: Printer,
-    access: Access,
-    consent: Consent,
+    run: Run,
     old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The bookie's new id.")],
     dir: DirOption = None,
@@ -494,19 +473,19 @@ def rename_bookie(
 
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")
-    directories = _directories(access, dir)
-    with access.cluster() as cluster:
+    directories = _directories(run.access, dir)
+    with run.access.cluster() as cluster:
         changed = rename(cluster, old, new, directories, Files(), undo=None)
         if not dry_run:
-            consent.confirm(
+            run.consent.confirm(
                 f"Bookie {old} would be {new} in {cluster.store.name} and "
                 f"{counted(len(changed), 'directory', 'directories')}"
             )
-            with hold(map(Path, directories), note=out.note), consent.undo(cluster, undo) as kept:
+            with hold(map(Path, directories), note=run.out.note), run.consent.undo(cluster, undo) as kept:
                 changed = rename(cluster, old, new, directories, Files(), undo=kept)
-        out.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
+        run.out.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
-        out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
+        run.out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
 
 
 FINDING_COLUMNS = Columns(
@@ -521,12 +500,7 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "verify", connects=True, prints=rows_of(FINDING_COLUMNS))
-def verify_cookies(
-    out: Printer,
-    access: Access,
-    bookie: BookieOrConf = None,
-    dir: DirOption = None,
-) -> None:
+def verify_cookies(run: Run, bookie: BookieOrConf = None, dir: DirOption = None) -> None:
     """Compare a bookie's cookies.
 
     Compares the configuration (--conf), the metadata store and the directories of --dir, else of --conf. Prints each
@@ -538,27 +512,27 @@ def verify_cookies(
     from bkctl.bookie.cookies import bookie_id_of, configured_cookie, read_local, read_stored, verify
     from bkctl.metadata.store import value_of
 
-    config = access.config() if access.conf is not None else None
-    directories = _directories(access, dir)
+    config = run.access.config() if run.access.conf is not None else None
+    directories = _directories(run.access, dir)
     if bookie is None:
         if config is None:
             raise UsageError("No bookie is given", hint="name it, or add --conf bk_server.conf")
         bookie = bookie_id_of(config)
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         stored, local = read_stored(cluster, bookie), read_local(directories)
         expected = stored if config is None else configured_cookie(config, bookie, cluster.instance_id())
         if expected is None:
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(verify(value_of(expected), stored, local))
-        out.render(findings, FINDING_COLUMNS, findings=True)
+        run.out.render(findings, FINDING_COLUMNS, findings=True)
     if not findings:
-        out.note(
+        run.out.note(
             f"The {len(local) + 1} cookies of bookie {bookie} are equal"
             if local or config is not None
             else f"Only the metadata store's cookie of bookie {bookie} was read: add --dir or --conf to compare it"
         )
     where = f"in the cookies of bookie {bookie}"
-    out.finish_with(len(findings), f"difference {where}", f"differences {where}")
+    run.out.finish_with(len(findings), f"difference {where}", f"differences {where}")
 
 
 def _directories(access: Access, given: list[Path] | None) -> list[str]:

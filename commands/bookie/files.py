@@ -13,7 +13,7 @@ from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import hex_column
-from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of, union
+from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
 from ..kit.records import Directories, DirOption, ShowSecretsOption
@@ -37,7 +37,7 @@ STARTED_COLUMNS = Columns(
 
 
 @command(app, "start", connects=True, prints=object_of(STARTED_COLUMNS))
-def start(out: Printer, access: Access, job: LongWork) -> None:
+def start(run: Run) -> None:
     """Run a bookie in the foreground.
 
     --conf names its configuration file. Prints the bookie once it serves; logs go to stderr. SIGTERM, SIGHUP or Ctrl-C
@@ -47,15 +47,15 @@ def start(out: Printer, access: Access, job: LongWork) -> None:
     """
     from bkctl.daemon import BookieDaemon, prepare_process
 
-    config = access.config()
-    connection = access.connection()
+    config = run.access.config()
+    connection = run.access.connection()
     config = config.with_changes(metadata_service_uri=connection.uri)
-    security = access.security(connection)
-    job.log()
+    security = run.access.security(connection)
+    run.job.log()
     prepare_process()
     daemon = BookieDaemon(config, security)
     try:
-        job.complete(daemon.run(started=lambda bookie: out.show(bookie, STARTED_COLUMNS)))
+        run.job.complete(daemon.run(started=lambda bookie: run.out.show(bookie, STARTED_COLUMNS)))
     finally:
         daemon.close()
 

@@ -15,7 +15,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
+from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import PASSWORD_FILE, DryRun, UndoOption, YesReally, combined, ledger_password, option
 from ..kit.records import Directories, DirOption
@@ -180,9 +180,7 @@ _PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Vi
 GivenPassword = Annotated[
     bytes | None,
     combined(
-        _password_if_given,
-        option("password", str, "--password", metavar="TEXT", help=_PASSWORD_HELP),
-        PASSWORD_FILE,
+        _password_if_given, option("password", str, "--password", metavar="TEXT", help=_PASSWORD_HELP), PASSWORD_FILE
     ),
 ]
 
@@ -267,9 +265,7 @@ DOWNGRADED_COLUMNS = Columns(
 
 
 @command(app, "downgrade", changes=True, prints=rows_of(DOWNGRADED_COLUMNS))
-def downgrade_bookie(
-    out: Printer, access: Access, job: LongWork, directories: Directories = (), dry_run: DryRun = False
-) -> None:
+def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = False) -> None:
     """Prepare a crashed bookie's files for Apache's bookie.
 
     The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
@@ -281,15 +277,19 @@ def downgrade_bookie(
     """
     from bkctl.repair.downgrade import config_of, downgrade
 
-    config = config_of(access.directories(directories)) if directories or access.conf is None else access.config()
-    with job.working("Stopping the bookie cleanly"):
-        rows = downgrade(config, dry_run=dry_run, note=out.note)
-    out.render(rows, DOWNGRADED_COLUMNS)
+    config = (
+        config_of(run.access.directories(directories))
+        if directories or run.access.conf is None
+        else run.access.config()
+    )
+    with run.job.working("Stopping the bookie cleanly"):
+        rows = downgrade(config, dry_run=dry_run, note=run.out.note)
+    run.out.render(rows, DOWNGRADED_COLUMNS)
     damaged = [row.error for row in rows if row.error is not None and row.mark is None]
     if not damaged and not any(row.journal_ids for row in rows):
-        out.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
+        run.out.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     if not config.skip_replay_journal_invalid_record:
-        out.raise_first(damaged[:1])
+        run.out.raise_first(damaged[:1])
 
 
 CONVERTED_COLUMNS = Columns(
@@ -372,13 +372,9 @@ CONTENTS_COLUMNS = Columns(
 
 @command(app, "format", connects=True, changes=True, prints=rows_of(CONTENTS_COLUMNS))
 def format_bookie(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    job: LongWork,
+    run: Run,
     delete_cookie: Annotated[
-        bool,
-        typer.Option("--delete-cookie", help="Finally delete the bookie's cookie in the metadata store, too."),
+        bool, typer.Option("--delete-cookie", help="Finally delete the bookie's cookie in the metadata store, too.")
     ] = False,
     yes_really: YesReally = None,
     dry_run: DryRun = False,
@@ -396,32 +392,32 @@ def format_bookie(
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
-    config = access.config()
+    config = run.access.config()
     bookie_id = bookie_to_wipe(config)
     rows = list(contents(config))
-    has_store = access.names_metadata or config.metadata_service_uri is not None or delete_cookie
+    has_store = run.access.names_metadata or config.metadata_service_uri is not None or delete_cookie
     if not has_store:
-        out.note("No metadata store is named, so the bookie's registration is not checked")
-    with access.cluster() if has_store else nullcontext() as cluster:
+        run.out.note("No metadata store is named, so the bookie's registration is not checked")
+    with run.access.cluster() if has_store else nullcontext() as cluster:
         if cluster is not None:
             check_not_registered(cluster, [bookie_id])
         places = existing(roles_of(config))
-        with hold(places, note=out.note):
+        with hold(places, note=run.out.note):
             if dry_run:
-                out.render(rows, CONTENTS_COLUMNS)
+                run.out.render(rows, CONTENTS_COLUMNS)
                 return
             loss = _loss(bookie_id, rows)
             if yes_really is None and sys.stderr.isatty():
-                out.note(
+                run.out.note(
                     *(
                         f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}"
                         for row in rows
                     )
                 )
-            consent.confirm_name(loss, bookie_id, yes_really)
+            run.consent.confirm_name(loss, bookie_id, yes_really)
             if cluster is None:
-                consent.start_audit(begun=True)
-            with job.working(
+                run.consent.start_audit(begun=True)
+            with run.job.working(
                 f"Removing the files of bookie {bookie_id}",
                 left="without its cookies the bookie cannot start: run the command again to finish",
             ):
@@ -430,7 +426,7 @@ def format_bookie(
             stored = cluster.cookies.read(bookie_id)
             if stored is not None:
                 cluster.cookies.remove(bookie_id, stored.version)
-    out.render(rows, CONTENTS_COLUMNS)
+    run.out.render(rows, CONTENTS_COLUMNS)
 
 
 def _ledgers_text(row: Any) -> str:
@@ -447,9 +443,7 @@ def _loss(bookie_id: str, rows: list[Any]) -> str:
 
 
 INIT_COLUMNS = Columns(
-    Column("PLACE", "place", "place", flexible=True),
-    Column("PROBLEM", "problem", "problem"),
-    key="place",
+    Column("PLACE", "place", "place", flexible=True), Column("PROBLEM", "problem", "problem"), key="place"
 )
 NEW_BOOKIE_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
@@ -471,9 +465,7 @@ NEW_BOOKIE_COLUMNS = Columns(
     prints=rows_of(INIT_COLUMNS) + object_of(NEW_BOOKIE_COLUMNS),
 )
 def init(
-    out: Printer,
-    access: Access,
-    consent: Consent,
+    run: Run,
     check: Annotated[
         bool,
         typer.Option("--check", help="Only report what prevents it: directories with files, a registration, a cookie."),
@@ -491,19 +483,19 @@ def init(
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
-    config = access.config()
+    config = run.access.config()
     bookie_id = bookie_id_of(config)
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         if check or dry_run:
             problems = problems_of_init(config, bookie_id, cluster)
-            out.render(problems, INIT_COLUMNS)
-            out.finish_with(
+            run.out.render(problems, INIT_COLUMNS)
+            run.out.finish_with(
                 len(problems),
                 f"reason against creating bookie {bookie_id}",
                 f"reasons against creating bookie {bookie_id}",
             )
             return
         places = existing(configured_directories(config))
-        with hold(places, note=out.note), consent.undo(cluster, undo) as kept:
+        with hold(places, note=run.out.note), run.consent.undo(cluster, undo) as kept:
             init(config, bookie_id, cluster, Files(), kept)
-        out.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)
+        run.out.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)

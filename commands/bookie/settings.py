@@ -65,8 +65,7 @@ def config(
     which: BookieServerOption,
     changed: SettingsToSet,
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Only these settings; * and ? stand for any characters."),
+        list[str] | None, typer.Argument(metavar="NAME", help="Only these settings; * and ? stand for any characters.")
     ] = None,
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print passwords and tokens, too.")] = False,
     dry_run: DryRun = False,

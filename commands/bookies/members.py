@@ -12,7 +12,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unreachable
 
-from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
+from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import WatchOption
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from ..kit.values import check_percentage
@@ -183,9 +183,7 @@ def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
 
 @command(app, "show", connects=True, prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS))
 def show(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     watch: WatchOption,
     ledgers: Annotated[
@@ -197,10 +195,10 @@ def show(
     $ bkctl bookies show 10.0.0.1:3181 --ledgers
     """
     single = len(bookies) == 1
-    with access.cluster() as cluster, job.working("Counting ledgers", enabled=ledgers and watch is None):
-        columns = SHOW_COLUMNS if single else out.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
+    with run.access.cluster() as cluster, run.job.working("Counting ledgers", enabled=ledgers and watch is None):
+        columns = SHOW_COLUMNS if single else run.out.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
         look = partial(_shown, cluster, bookies, counts=ledgers)
-        out.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
+        run.out.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
 
 
 def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[BookieRow]:
@@ -241,9 +239,7 @@ _USAGE_KEYS: Final[dict[UsageOrder, Callable[[BookieSpace], Any]]] = {
 
 @command(app, "usage", connects=True, examples=("bkctl bookies usage",), prints=rows_of(USAGE_COLUMNS))
 def usage(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     sort: Annotated[
         UsageOrder, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")
     ] = UsageOrder.BOOKIE,
@@ -260,18 +256,18 @@ def usage(
     from bkctl.client.disk_space import disk_space
 
     check_percentage(threshold)
-    with access.cluster() as cluster, job.working("Asking the bookies"):
+    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         registered = cluster.bookies.list(include_down=False)
         rows: list[BookieSpace] = []
-        job.take_each(access.bookkeeper(cluster), partial(disk_space, bookies=registered), rows.append)
+        run.job.take_each(run.access.bookkeeper(cluster), partial(disk_space, bookies=registered), rows.append)
     rows.sort(key=_USAGE_KEYS[sort])
-    out.render(rows, USAGE_COLUMNS, findings=out.draws)
+    run.out.render(rows, USAGE_COLUMNS, findings=run.out.draws)
     total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))
-    out.note(f"{size_text(free)} of {size_text(total)} free on {len(rows):,} bookies")
+    run.out.note(f"{size_text(free)} of {size_text(total)} free on {len(rows):,} bookies")
     silent_count = sum(row.error is not None for row in rows)
     if rows and silent_count == len(rows):
         raise Unreachable(f"None of {len(rows):,} bookies answered")
     full_count = sum(threshold is not None and (row.used_percent or 0) > threshold for row in rows)
     problems = ((full_count, f"are above {threshold or 0:g}%"), (silent_count, "did not answer"))
     text = ", ".join(f"{count:,} bookies {what}" for count, what in problems if count)
-    out.finish_with(full_count + silent_count, f"finding: {text}", f"findings: {text}")
+    run.out.finish_with(full_count + silent_count, f"finding: {text}", f"findings: {text}")

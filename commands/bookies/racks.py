@@ -9,7 +9,7 @@ import typer
 from bkctl.columns import Column, Columns
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 
-from ..kit.command import Access, Consent, Printer, Run, command, group, rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import DryRun, UndoOption
 from .selection import ManyBookies, bookie_ids
 
@@ -104,9 +104,7 @@ def list_racks(run: Run) -> None:
 
 @command(racks_app, "set", connects=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
 def set_racks(
-    out: Printer,
-    access: Access,
-    consent: Consent,
+    run: Run,
     bookies: ManyBookies,
     rack: Annotated[str, typer.Option("--rack", metavar="RACK", help="The rack: /rack or /region/rack.")],
     bookie_group: Annotated[
@@ -129,25 +127,20 @@ def set_racks(
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         registered = {bookie.bookie_id for bookie in cluster.bookies.list()}
-        with consent.recorded(cluster, undo) as recorded:
+        with run.consent.recorded(cluster, undo) as recorded:
             before = BookieRacks(recorded).all()
             rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
-    out.note(*(f"Bookie {row.bookie_id} is in rack {row.rack} already" for row in rows if row in before))
-    out.warn(*(f"bookie {name} has neither a registration nor a cookie" for name in names if name not in registered))
-    out.render(rows, CHANGE_COLUMNS)
+    run.out.note(*(f"Bookie {row.bookie_id} is in rack {row.rack} already" for row in rows if row in before))
+    run.out.warn(
+        *(f"bookie {name} has neither a registration nor a cookie" for name in names if name not in registered)
+    )
+    run.out.render(rows, CHANGE_COLUMNS)
 
 
 @command(racks_app, "unset", connects=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
-def unset_racks(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    bookies: ManyBookies,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
-) -> None:
+def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Remove the racks of bookies.
 
     Changes Pulsar's node `/bookies`, as 'bookies racks set' does. The bookies are in /default-rack then.
@@ -157,10 +150,10 @@ def unset_racks(
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
+    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
         rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
-    out.render(rows, CHANGE_COLUMNS, findings=True)
-    out.note(*(f"Bookie {name} has no rack" for name in names if all(row.bookie_id != name for row in rows)))
+    run.out.render(rows, CHANGE_COLUMNS, findings=True)
+    run.out.note(*(f"Bookie {name} has no rack" for name in names if all(row.bookie_id != name for row in rows)))
     if rows and not dry_run:
         has = "has" if len(rows) == 1 else "have"
-        out.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")
+        run.out.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")

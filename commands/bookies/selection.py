@@ -22,8 +22,7 @@ def _some_ledgers(texts: list[str] | None, scope: int | None) -> list[LedgerId]:
 
 #: `--ledger`, repeatable; none given: an empty list.
 LedgersByOption = Annotated[
-    list[LedgerId],
-    combined(_some_ledgers, LEDGERS_BY_OPTION, scope_option("Ledger scope id of a bare --ledger.")),
+    list[LedgerId], combined(_some_ledgers, LEDGERS_BY_OPTION, scope_option("Ledger scope id of a bare --ledger."))
 ]
 #: `--watch` of commands that end by themselves.
 ProgressOption = Annotated[

@@ -71,8 +71,7 @@ def show_stop_risks(
         bool, typer.Option("--for-good", help="Ask about bookies that would not return, rather than a restart.")
     ] = False,
     largest: Annotated[
-        bool,
-        typer.Option("--max", help="List the most bookies that may stop together with these, one rack's first."),
+        bool, typer.Option("--max", help="List the most bookies that may stop together with these, one rack's first.")
     ] = False,
 ) -> None:
     """Show which ledgers would suffer if bookies stopped now.

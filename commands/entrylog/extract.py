@@ -219,10 +219,7 @@ def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryI
 
 
 def _write_entries(
-    extraction: LedgerExtraction,
-    form: ExtractFormat,
-    digest_type: DigestType | None,
-    target: Callable[[bytes], object],
+    extraction: LedgerExtraction, form: ExtractFormat, digest_type: DigestType | None, target: Callable[[bytes], object]
 ) -> int | None:
     """Write the entries in `form`; return the first entry for which an entry log had no room, None if all fit."""
     if form is ExtractFormat.LOG:

@@ -3,15 +3,4 @@
 from ..kit.command import group
 from . import copy, delete, listing, locate, read, recover, verify, write
 
-app = group(
-    parts=(
-        write.app,
-        listing.app,
-        locate.app,
-        read.app,
-        delete.app,
-        recover.app,
-        verify.app,
-        copy.app,
-    )
-)
+app = group(parts=(write.app, listing.app, locate.app, read.app, delete.app, recover.app, verify.app, copy.app))

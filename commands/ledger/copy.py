@@ -11,7 +11,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
+from ..kit.command import Printer, Run, command, group, rows_of
 from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile, to_scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
@@ -39,10 +39,7 @@ COPY_COLUMNS = Columns(
 
 @command(app, "copy", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
 def copy(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    job: LongWork,
+    run: Run,
     ledgers: LedgersOrFile,
     to_ledger_id: Annotated[int | None, number_option("--to-ledger-id", "Ledger id of the copy (default: unchanged).")],
     ensemble_size: Annotated[
@@ -93,26 +90,26 @@ def copy(
         if to_ledger_id < 0:
             raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
     with ExitStack() as stack:
-        connected = stack.enter_context(access.cluster())
-        source = stack.enter_context(consent.recorded(connected, undo)) if recover else connected
-        target = source if to is None else stack.enter_context(access.open_other_cluster(to, login=login))
+        connected = stack.enter_context(run.access.cluster())
+        source = stack.enter_context(run.consent.recorded(connected, undo)) if recover else connected
+        target = source if to is None else stack.enter_context(run.access.open_other_cluster(to, login=login))
         activity = stack.enter_context(
-            job.working(
+            run.job.working(
                 "Copying and reading back",
                 unit="entries",
                 pace=pace,
                 left="printed copies stay: run the command again for the other ledgers",
             )
         )
-        writer = stack.enter_context(out.rows(COPY_COLUMNS))
+        writer = stack.enter_context(run.out.rows(COPY_COLUMNS))
         copies = partial(
-            copy_ledgers, target=access.bookkeeper(target), ledgers=ledgers, keep_going=keep_going,
+            copy_ledgers, target=run.access.bookkeeper(target), ledgers=ledgers, keep_going=keep_going,
             ledger_scope_id=to_scope_id, ledger_id=to_ledger_id, new_id=new_id,
             shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type), recovery=recover,
-            allow_open=open_ledgers, pace=pace, progress=activity.advance, note=out.note,
+            allow_open=open_ledgers, pace=pace, progress=activity.advance, note=run.out.note,
         )  # fmt: skip
-        job.take_each(access.bookkeeper(source), copies, partial(_show, out, writer))
-    out.finish_with(len(ledgers) - writer.count, "ledger was not copied", "ledgers were not copied")
+        run.job.take_each(run.access.bookkeeper(source), copies, partial(_show, run.out, writer))
+    run.out.finish_with(len(ledgers) - writer.count, "ledger was not copied", "ledgers were not copied")
 
 
 def _show(out: Printer, writer: RowWriter, row: CopiedLedger | CopyFailure) -> None:

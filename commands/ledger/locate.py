@@ -69,9 +69,7 @@ def spans_text(spans: list[dict[str, int]]) -> str:
 MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans_text)
 #: The columns with and without --entry, --check and --every-entry.
 SHOWN_COLUMNS = union(
-    PLACE_COLUMNS,
-    PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN, *PLACE_RACK_COLUMNS),
-    ENTRY_PLACE_COLUMNS,
+    PLACE_COLUMNS, PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN, *PLACE_RACK_COLUMNS), ENTRY_PLACE_COLUMNS
 )
 
 

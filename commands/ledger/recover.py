@@ -54,8 +54,7 @@ def recover(
     run: Run,
     ledgers: ManyLedgers,
     accept_loss: Annotated[
-        bool,
-        typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry."),
+        bool, typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry.")
     ] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,

@@ -11,7 +11,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import FindingsError
 from bkctl.ids import LedgerId
 
-from ..kit.command import Access, LongWork, Printer, command, group, object_of, rows_of
+from ..kit.command import Printer, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers
 from ..kit.next_steps import next_column
 from ..kit.options import LedgerPassword, LedgerShape, ProtocolOption, ReadPace, count_option, size_option
@@ -49,9 +49,7 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "verify", connects=True, examples=("bkctl ledger verify 12",), prints=rows_of(FINDING_COLUMNS))
-def verify(
-    out: Printer, access: Access, job: LongWork, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadPace
-) -> None:
+def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadPace) -> None:
     """Read every entry from every replica, and check it.
 
     Checks presence, ids, digests and the ledger's length at each entry. Prints the findings, one for
@@ -60,15 +58,15 @@ def verify(
     from bkctl.client.ledger_series import verify_ledgers
 
     with (
-        access.cluster() as cluster,
-        job.working("Verifying", unit="entries", pace=pace) as activity,
-        out.rows(FINDING_COLUMNS, findings=True) as writer,
+        run.access.cluster() as cluster,
+        run.job.working("Verifying", unit="entries", pace=pace) as activity,
+        run.out.rows(FINDING_COLUMNS, findings=True) as writer,
     ):
         findings = partial(
-            verify_ledgers, ledgers=ledgers, begin=activity.begin, end=partial(_note_verified, out),
+            verify_ledgers, ledgers=ledgers, begin=activity.begin, end=partial(_note_verified, run.out),
             progress=activity.update, pace=pace,
         )  # fmt: skip
-        job.take_each(access.bookkeeper(cluster, protocol), findings, writer.row)
+        run.job.take_each(run.access.bookkeeper(cluster, protocol), findings, writer.row)
     if writer.count:
         where = counted(len(ledgers), "ledger", "ledgers")
         raise FindingsError(f"{counted(writer.count, 'finding', 'findings')} in {where}")
@@ -99,9 +97,7 @@ TRIAL_COLUMNS = Columns(
 
 @command(app, "test", connects=True, changes=True, prints=object_of(TRIAL_COLUMNS))
 def try_out(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     target: LedgerToCreate,
     shape: LedgerShape,
     count: Annotated[int, count_option("--entries", "Entries to write.", default=1000, old="--count")],
@@ -123,10 +119,13 @@ def try_out(
 
     check_entry_size(size, "--size")
 
-    with access.cluster() as cluster, job.working("Writing and reading", total=count, unit="entries") as activity:
+    with (
+        run.access.cluster() as cluster,
+        run.job.working("Writing and reading", total=count, unit="entries") as activity,
+    ):
         create = partial(create_ledger, target=target, shape=shape, password=password, custom_metadata={})
         trial = partial(
             try_ledger, create=create, entry_count=count, entry_size_bytes=size, password=password, keep=keep,
-            progress=activity.update, note=out.note, report=out.error,
+            progress=activity.update, note=run.out.note, report=run.out.error,
         )  # fmt: skip
-        out.show(job.ask(access.bookkeeper(cluster, protocol), trial), TRIAL_COLUMNS)
+        run.out.show(run.job.ask(run.access.bookkeeper(cluster, protocol), trial), TRIAL_COLUMNS)

@@ -15,7 +15,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 
-from ..kit.command import Access, LongWork, Printer, command, group, object_of
+from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import LedgerToCreate, NewLedger
 from ..kit.options import CustomMetadata, LedgerPassword, LedgerShape, LedgerSizes, ProtocolOption, size_option
 from .columns import LEDGER_COLUMNS
@@ -39,9 +39,7 @@ async def create_ledger(
 
 @command(app, "write", connects=True, changes=True, prints=object_of(LEDGER_COLUMNS))
 def write(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     target: LedgerToCreate,
     shape: LedgerShape,
     custom_metadata: CustomMetadata,
@@ -49,8 +47,7 @@ def write(
     record_size: Annotated[int | None, size_option("--record-size", "Write entries of this size instead of lines.")],
     protocol: ProtocolOption,
     files: Annotated[
-        list[str] | None,
-        typer.Argument(help="Files to write (default and -: stdin), in this order.", metavar="FILE"),
+        list[str] | None, typer.Argument(help="Files to write (default and -: stdin), in this order.", metavar="FILE")
     ] = None,
 ) -> None:
     """Write files or stdin into a new ledger, and close it.
@@ -78,14 +75,14 @@ def write(
     create = partial(create_ledger, target=target, shape=shape, password=password, custom_metadata=custom_metadata)
     # A progress line would disturb a user who types.
     typed = "-" in names and sys.stdin.isatty()
-    with access.cluster() as cluster:
-        with job.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
+    with run.access.cluster() as cluster:
+        with run.job.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
             work = partial(
                 write_ledger, create=create, names=names, splitter=splitter, progress=activity.advance,
-                note=out.note, report=out.error,
+                note=run.out.note, report=run.out.error,
             )  # fmt: skip
-            ledger = job.ask(access.bookkeeper(cluster, protocol), work)
-        out.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
+            ledger = run.job.ask(run.access.bookkeeper(cluster, protocol), work)
+        run.out.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
 
 
 def _readable_size(name: str) -> int | None:

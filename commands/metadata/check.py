@@ -9,7 +9,7 @@ import typer
 
 from bkctl.columns import Column, Columns, Kind
 
-from ..kit.command import Access, Consent, LongWork, Printer, Run, command, group, rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScopeOfAny
 from ..kit.next_steps import next_column
 from ..kit.options import DryRun, RecordPace, UndoOption
@@ -65,10 +65,7 @@ ORPHAN_COLUMNS = Columns(
 
 @command(app, "orphans", connects=True, asks=True, changes="delete", prints=rows_of(ORPHAN_COLUMNS))
 def list_orphans(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    job: LongWork,
+    run: Run,
     delete: Annotated[
         bool, typer.Option("--delete", help="Remove the orphans that are REMOVABLE, after asking.")
     ] = False,
@@ -85,22 +82,24 @@ def list_orphans(
     """
     from bkctl.metadata.admin.check import orphans, remove_orphans
 
-    with access.cluster() as cluster:
-        with job.working("Looking for orphans"):
+    with run.access.cluster() as cluster:
+        with run.job.working("Looking for orphans"):
             found = list(orphans(cluster))
-        out.render(found, ORPHAN_COLUMNS, findings=True)
+        run.out.render(found, ORPHAN_COLUMNS, findings=True)
         if not found:
-            out.note("No orphans")
+            run.out.note("No orphans")
         removable = [each for each in found if each.removable]
         if not delete or dry_run or not removable:
-            out.finish_with(len(found), "orphan", "orphans")
+            run.out.finish_with(len(found), "orphan", "orphans")
             return
         node_count = sum(each.node_count for each in removable)
-        consent.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
+        run.consent.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
         with (
-            consent.recorded(cluster, undo) as recorded,
-            job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
+            run.consent.recorded(cluster, undo) as recorded,
+            run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
         ):
             remove_orphans(recorded, removable)
-    out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
-    out.finish_with(len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first")
+    run.out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
+    run.out.finish_with(
+        len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first"
+    )

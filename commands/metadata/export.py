@@ -14,7 +14,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
 from ..kit.columns import Output
-from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
+from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import counted
@@ -49,9 +49,7 @@ class ExportRow(NamedTuple):
 
 @command(app, "export", connects=True, prints=object_of(EXPORTED_COLUMNS))
 def export(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     ledgers: LedgersOfExport,
     pace: RecordPace,
     file: Annotated[
@@ -71,15 +69,15 @@ def export(
 
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
-    with access.cluster() as cluster, job.working("Exporting", unit="records", pace=pace) as activity:
+    with run.access.cluster() as cluster, run.job.working("Exporting", unit="records", pace=pace) as activity:
         source = ClusterSource(cluster, ledgers or None)
         if file == "-":
-            if out.given_output is not Output.TABLE:
+            if run.out.given_output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
-            write_export(source, out.raw, activity.step)
+            write_export(source, run.out.raw, activity.step)
             return
         exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
-    out.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
+    run.out.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
 
 
 class ImportRow(NamedTuple):

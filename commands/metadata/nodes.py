@@ -17,7 +17,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Output
-from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
+from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
@@ -53,16 +53,16 @@ class LayoutRow(NamedTuple):
 
 
 @command(app, "layout", connects=True, examples=("bkctl metadata layout",), prints=object_of(LAYOUT_COLUMNS))
-def layout(out: Printer, access: Access) -> None:
+def layout(run: Run) -> None:
     """Show the cluster's ledger manager and instance id.
 
     Without a LAYOUT node, shows the defaults of the metadata URI.
     """
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         stored = cluster.store.get(cluster.places.layout) is not None
-        out.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id(), stored), LAYOUT_COLUMNS)
+        run.out.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id(), stored), LAYOUT_COLUMNS)
         if not stored:
-            out.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
+            run.out.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
 
 
 class NodeValue(NamedTuple):
@@ -89,8 +89,7 @@ NODE_COLUMNS = Columns(
     app, "get", connects=True, prints=object_of(NODE_COLUMNS), examples=("bkctl metadata get LAYOUT --format utf8",)
 )
 def get(
-    out: Printer,
-    access: Access,
+    run: Run,
     path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
     format: BinaryFormatOption = None,
     show_secrets: Annotated[
@@ -101,22 +100,21 @@ def get(
 
     The value is base64; --format raw writes its bytes alone.
     """
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         place = path.strip("/")
         found = cluster.store.get(place)
         if found is None:
             raise NotFound(f"No node {place!r} in {cluster.store.name}", hint="'bkctl metadata tree' lists the nodes")
         if not show_secrets and _holds_password(found.value):
             raise UsageError(
-                f"{place} is ledger metadata with a password",
-                hint="use 'bkctl ledger show', or add --show-secrets",
+                f"{place} is ledger metadata with a password", hint="use 'bkctl ledger show', or add --show-secrets"
             )
     if format is BinaryFormat.RAW:
-        out.raw(found.value)
+        run.out.raw(found.value)
         return
-    table = out.output is Output.TABLE and format is None
+    table = run.out.output is Output.TABLE and format is None
     value = readable_text(found.value) if table else binary_text(found.value, format)
-    out.show(NodeValue(place, found.version, found.ctime_ms, len(found.value), value), NODE_COLUMNS)
+    run.out.show(NodeValue(place, found.version, found.ctime_ms, len(found.value), value), NODE_COLUMNS)
 
 
 def _holds_password(value: bytes) -> bool:
@@ -161,9 +159,7 @@ def _drawn(columns: Columns) -> Columns:
 
 @command(app, "tree", connects=True, prints=rows_of(TREE_COLUMNS, TOTAL_COLUMNS))
 def tree(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     depth: Annotated[int | None, count_option("--depth", "List only N levels below the start.")],
     path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
     match: Annotated[
@@ -196,19 +192,19 @@ def tree(
     if totals and filters:
         raise UsageError("--totals counts all nodes", hint="drop --match and --contains")
     place = path.strip("/")
-    draws = out.output in (Output.TABLE, Output.WIDE) and out.selection.order is None
-    with access.cluster() as cluster, job.working("Reading the tree", unit="nodes") as activity:
+    draws = run.out.output in (Output.TABLE, Output.WIDE) and run.out.selection.order is None
+    with run.access.cluster() as cluster, run.job.working("Reading the tree", unit="nodes") as activity:
         if totals:
             columns = _drawn(TOTAL_COLUMNS) if draws else TOTAL_COLUMNS
-            out.render(subtree_totals(cluster.store, place, depth=depth, progress=activity.update), columns)
+            run.out.render(subtree_totals(cluster.store, place, depth=depth, progress=activity.update), columns)
             return
         nodes = walk(cluster.store, place, depth=depth)
         if not filters:
-            out.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
+            run.out.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
             return
 
         fitting = filter(partial(_fits, match=match, contains=contains), tap(nodes, lambda _: activity.advance()))
-        if not out.render(fitting, TREE_COLUMNS, findings=True):
+        if not run.out.render(fitting, TREE_COLUMNS, findings=True):
             raise NotFound(f"No node of {activity.done:,} fits", hint="'bkctl metadata tree' lists all")
 
 

@@ -11,7 +11,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.pace import Pace
 
-from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import DryRun, UndoOption, count_option, pace_option
 from ..kit.values import tap
 
@@ -28,10 +28,7 @@ REPLACEMENT_COLUMNS = Columns(
 
 @command(app, "replace-bookie", connects=True, asks=True, changes=True, prints=rows_of(REPLACEMENT_COLUMNS))
 def replace_bookie_id(
-    out: Printer,
-    access: Access,
-    consent: Consent,
-    job: LongWork,
+    run: Run,
     limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
     pace: Annotated[Pace, pace_option("Change at most N ledgers per second.", has_bytes=False)],
     old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
@@ -54,23 +51,23 @@ def replace_bookie_id(
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError("--from and --to are the same bookie")
     kept = Counter[bool]()
-    with access.cluster() as cluster:
+    with run.access.cluster() as cluster:
         registered = cluster.bookies.get(old)
         if registered is not None and registered.state != "down":
             raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
         if cluster.bookies.get(new) is None:
             raise NotFound(f"No bookie {new} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
         if not dry_run:
-            consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
+            run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
         with (
-            consent.recorded(cluster, undo) as recorded,
-            job.working(
+            run.consent.recorded(cluster, undo) as recorded,
+            run.job.working(
                 "Replacing",
                 unit="ledgers",
                 pace=pace,
                 left="changed ledgers stay changed: run the command again to continue",
             ) as activity,
-            out.rows(REPLACEMENT_COLUMNS) as writer,
+            run.out.rows(REPLACEMENT_COLUMNS) as writer,
         ):
             replaced = replace_bookie(
                 recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update
@@ -78,5 +75,5 @@ def replace_bookie_id(
             writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
         if registered is None and not kept:
             raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
-    out.note(f"{kept[False]:,} ledgers {'would be' if dry_run else 'were'} changed")
-    out.finish_with(kept[True], "ledger was left unchanged", "ledgers were left unchanged")
+    run.out.note(f"{kept[False]:,} ledgers {'would be' if dry_run else 'were'} changed")
+    run.out.finish_with(kept[True], "ledger was left unchanged", "ledgers were left unchanged")

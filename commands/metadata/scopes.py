@@ -11,7 +11,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, random_u64
 
 from ..kit.columns import hex_column
-from ..kit.command import Access, LongWork, Printer, command, group, rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option
 
@@ -27,7 +27,7 @@ SCOPE_COLUMNS = Columns(
 
 
 @command(app, "scopes", connects=True, examples=("bkctl metadata scopes",), prints=rows_of(SCOPE_COLUMNS))
-def scopes(out: Printer, access: Access, job: LongWork) -> None:
+def scopes(run: Run) -> None:
     """List the ledger scopes, with the number of ledgers.
 
     Scope 0 is always listed.
@@ -35,10 +35,10 @@ def scopes(out: Printer, access: Access, job: LongWork) -> None:
 
     from bkctl.metadata.admin.overview import scope_counts
 
-    with access.cluster() as cluster, job.working("Counting ledgers"):
+    with run.access.cluster() as cluster, run.job.working("Counting ledgers"):
         if cluster.ledgers.scopes_state() == "foreign":
-            out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
-        out.render(scope_counts(cluster), SCOPE_COLUMNS)
+            run.out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
+        run.out.render(scope_counts(cluster), SCOPE_COLUMNS)
 
 
 NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")
@@ -46,8 +46,7 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.
 
 @command(app, "idgen", connects=True, changes="sequence", prints=rows_of(NEW_ID_COLUMNS))
 def idgen(
-    out: Printer,
-    access: Access,
+    run: Run,
     limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
     scope: Annotated[int | None, scope_option("Random ids of this scope.")],
     sequence: Annotated[
@@ -69,7 +68,7 @@ def idgen(
         if scope == 0:
             raise UsageError("Ids of scope 0 come from the cluster's generator", hint="add --sequence")
         ids = (LedgerId.random() if scope is None else LedgerId(scope, random_u64()) for _ in range(limit or 1))
-        out.render(ids, NEW_ID_COLUMNS)
+        run.out.render(ids, NEW_ID_COLUMNS)
         return
-    with access.cluster() as cluster:
-        out.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)
+    with run.access.cluster() as cluster:
+        run.out.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)

@@ -12,7 +12,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from ..kit.command import Access, LongWork, Printer, Run, command, group, rows_of
+from ..kit.command import Access, Run, command, group, rows_of
 from ..kit.connection import LoginOfTarget
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import GREEN, RED, YELLOW, counted
@@ -42,9 +42,7 @@ _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' w
     app, "diff", connects=True, prints=rows_of(DIFFERENCE_COLUMNS), examples=("bkctl metadata diff cluster.ndjson",)
 )
 def diff(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
     pace: RecordPace,
     second: Annotated[
@@ -59,16 +57,16 @@ def diff(
     from bkctl.metadata.admin.dump.sources import compare, compare_headers
 
     with ExitStack() as stack:
-        left, right = _open(access, stack, first), _open(access, stack, second)
+        left, right = _open(run.access, stack, first), _open(run.access, stack, second)
         if left.header.instance_id != right.header.instance_id:
-            out.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
-        with job.working("Comparing", unit="records", pace=pace) as activity:
+            run.out.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
+        with run.job.working("Comparing", unit="records", pace=pace) as activity:
             differences = compare(left.records(), right.records(), progress=activity.step)
             rows = chain(compare_headers(left.header, right.header), differences)
-            count = out.render(rows, DIFFERENCE_COLUMNS, findings=True)
+            count = run.out.render(rows, DIFFERENCE_COLUMNS, findings=True)
     if not count:
-        out.note("No differences")
-    out.finish_with(count, "difference", "differences")
+        run.out.note("No differences")
+    run.out.finish_with(count, "difference", "differences")
 
 
 def _open(access: Access, stack: ExitStack, text: str | None) -> DumpSource:
@@ -145,10 +143,7 @@ def migrate(
         with (
             nullcontext(target) if plan.is_new else run.consent.recorded(target, undo, elsewhere=True) as recorded,
             run.job.working(
-                "Copying",
-                unit="records",
-                pace=pace,
-                left="copied metadata stays: run the command again to continue",
+                "Copying", unit="records", pace=pace, left="copied metadata stays: run the command again to continue"
             ) as activity,
         ):
             imported = import_records(

@@ -75,8 +75,7 @@ COPY_COLUMNS = Columns(
 def export(
     run: Run,
     path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="Directory to create: a local path, or a URI that Spark writes to."),
+        str, typer.Argument(metavar="PATH", help="Directory to create: a local path, or a URI that Spark writes to.")
     ],
     which: AnyLedgers,
     spark: SparkOptions,

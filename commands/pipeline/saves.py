@@ -83,8 +83,7 @@ def _save_options(save_help: str) -> Composite:
 
 
 SaveOption = Annotated[
-    Saves,
-    _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots."),
+    Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots.")
 ]
 #: For jobs without an HTML page.
 SaveRows = Annotated[Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json.")]
