@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 
-from .kit.columns import COUNT_COLUMNS
+from .kit.columns import COUNT_COLUMNS, Row
 from .kit.command import Printer, Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
@@ -32,15 +32,6 @@ _SPAN_OF_NO_CHECK_MS = 21 * 24 * 3600 * 1000
 
 
 # --- run ------------------------------------------------------------------------------------------------------------
-
-
-class Running(NamedTuple):
-    """An auto-recovery that runs in this process."""
-
-    bookie_id: str
-    default_scope: bool
-    other_scopes: bool
-    pid: int
 
 
 RUNNING_COLUMNS = Columns(
@@ -91,7 +82,7 @@ def run_auto_recovery(
             scopes=scopes, tls=run.access.bookie_tls(TLS_REFRESH_S), addresses=run.access.bookie_addresses(),
             timeout_s=run.access.timeout_s,
         )  # fmt: skip
-        row = Running(bookie_id, False in scopes, True in scopes, os.getpid())
+        row = Row(bookie_id=bookie_id, default_scope=False in scopes, other_scopes=True in scopes, pid=os.getpid())
         with recovery_server(auto_recovery):
             run.job.complete(serve(auto_recovery, started=lambda: run.out.show(row, RUNNING_COLUMNS)))
 
@@ -140,13 +131,6 @@ def status(run: Run, watch: WatchOption) -> None:
     run.out.raise_first(problems[:1])
 
 
-class SwitchState(NamedTuple):
-    """The state of a switch, and if the command changed it."""
-
-    enabled: bool
-    changed: bool
-
-
 SWITCH_COLUMNS = Columns(
     Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
     Column("CHANGED", "changed", "changed", Kind.BOOLEAN),
@@ -164,7 +148,7 @@ def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
             changed = True
         except AlreadyExists:
             changed = False
-    run.out.show(SwitchState(enabled, changed), SWITCH_COLUMNS)
+    run.out.show(Row(enabled=enabled, changed=changed), SWITCH_COLUMNS)
     if not changed:
         run.out.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
@@ -429,13 +413,7 @@ def audit(
     run.out.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
 
-class Delay(NamedTuple):
-    """Seconds that the auditor waits before it takes a bookie for lost; `stored` False: its default."""
-
-    seconds: int
-    stored: bool
-
-
+#: Seconds that the auditor waits before it takes a bookie for lost; `stored` False: its default.
 DELAY_COLUMNS = Columns(
     Column("DELAY", "lostBookieRecoveryDelay", "seconds", Kind.INTEGER, text=duration_text),
     Column("STORED", "stored", "stored", Kind.BOOLEAN),
@@ -462,7 +440,7 @@ def delay(
         state = auto_recovery_of(cluster)
         if seconds is None:
             stored = state.settings.lost_bookie_recovery_delay_s()
-            run.out.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
+            run.out.show(Row(seconds=stored or 0, stored=stored is not None), DELAY_COLUMNS)
             return
         wanted = parse_duration(seconds, "DELAY")
         if wanted != int(wanted):
@@ -470,4 +448,4 @@ def delay(
         if not dry_run:
             with run.consent.recorded(cluster, undo) as recorded:
                 auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
-        run.out.show(Delay(int(wanted), True), DELAY_COLUMNS)
+        run.out.show(Row(seconds=int(wanted), stored=True), DELAY_COLUMNS)

@@ -15,7 +15,7 @@ from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.admin.health_codes import HealthCode
 
 from .kit.audit import user_name
-from .kit.columns import Output
+from .kit.columns import Output, Row
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from bkctl.http.bookie_health import BookieVitals
     from bkctl.http.client import ApiClient
     from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.admin.health_mutes import Mute
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 app = group()
@@ -361,13 +360,6 @@ def _say_ok(run: Run, unguarded: bool) -> None:
         run.out.note("Auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' starts it")
 
 
-class FindingDetail(NamedTuple):
-    """A finding, and the mute of its code, if there is one."""
-
-    finding: HealthFinding
-    mute: Mute | None
-
-
 DETAIL_COLUMNS = Columns(
     Column("FINDING", "code", "finding.code"),
     Column(
@@ -410,7 +402,7 @@ def health_detail(
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
         found = find_all(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
         unguarded = not found and AuditorElection(cluster.store).auditor() is None
-    rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
+    rows = [Row(finding=each, mute=mutes.get(each.code)) for each in found]
     if run.out.output is Output.TABLE and run.out.selection.order is None:
         for index, row in enumerate(rows):
             run.out.text("\n" if index else "")
@@ -477,13 +469,6 @@ def list_mutes(run: Run) -> None:
         run.out.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
 
 
-class Check(NamedTuple):
-    """The switch that allows clients to quarantine bookies; `changed` is None if no change was requested."""
-
-    enabled: bool
-    changed: bool | None = None
-
-
 CHECK_COLUMNS = Columns(
     Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
     Column("CHANGED", "changed", "changed", Kind.BOOLEAN, optional=True),
@@ -500,7 +485,7 @@ def healthcheck_status(run: Run) -> None:
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.access.cluster() as cluster:
-        run.out.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
+        run.out.show(Row(enabled=HealthCheckSwitch(cluster).is_enabled(), changed=None), CHECK_COLUMNS)
 
 
 @command(healthcheck_app, "enable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
@@ -527,20 +512,12 @@ def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
     with run.access.cluster() as cluster:
         with run.consent.recorded(cluster, undo) as recorded:
             changed = HealthCheckSwitch(recorded).set(enabled)
-        run.out.show(Check(enabled, changed), CHECK_COLUMNS)
+        run.out.show(Row(enabled=enabled, changed=changed), CHECK_COLUMNS)
     if not changed:
         run.out.note(f"The health check was {'enabled' if enabled else 'disabled'} already")
 
 
 # --- the whole cluster ----------------------------------------------------------------------------------------------
-
-
-class Identity(NamedTuple):
-    """The identity of a cluster."""
-
-    metadata_uri: str
-    instance_id: str | None
-    factory_class: str
 
 
 ID_COLUMNS = Columns(
@@ -555,13 +532,12 @@ ID_COLUMNS = Columns(
 def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
     with run.access.cluster() as cluster:
-        factory_class, instance_id = cluster.layout().factory_class, cluster.instance_id()
-        if not instance_id:
+        if not cluster.instance_id():
             raise NotFound(
                 f"The cluster in {cluster.uri} has no instance id",
                 hint="a bookie's cookie may name it: 'bkctl cookie show BOOKIE'",
             )
-        run.out.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
+        run.out.show(_identity(cluster), ID_COLUMNS)
 
 
 @command(app, "init", connects=True, changes=True, prints=object_of(ID_COLUMNS))
@@ -592,12 +568,18 @@ def init(
         with run.access.cluster(create_store=True) as cluster:
             if not init_cluster(cluster, layout=layout):
                 raise _already_there(cluster)
-            run.out.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
+            run.out.show(_identity(cluster), ID_COLUMNS)
         return
     with suppress(NotFound), run.access.cluster() as cluster:  # NotFound: the file is created later.
         if cluster.store.get(cluster.places.layout) is not None:
             raise _already_there(cluster)
-    run.out.show(Identity(location.text, None, layout.factory_class), ID_COLUMNS)
+    run.out.show(Row(metadata_uri=location.text, instance_id=None, factory_class=layout.factory_class), ID_COLUMNS)
+
+
+def _identity(cluster: Cluster) -> Row:
+    """Return the row of a cluster's identity. Raises the errors of a store without a cluster."""
+    factory_class = cluster.layout().factory_class
+    return Row(metadata_uri=cluster.uri, instance_id=cluster.instance_id(), factory_class=factory_class)
 
 
 def _already_there(cluster: Cluster) -> AlreadyExists:

@@ -11,6 +11,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import check_bookie_id
 
+from .kit.columns import Row
 from .kit.command import Access, Run, command, group, object_of, rows_of
 from .kit.next_steps import next_column
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
@@ -393,13 +394,6 @@ def generate(
     run.out.show(CookieRow(bookie_id, str(file), cookie, None, None), COOKIE_COLUMNS)
 
 
-class ExpandedRow(NamedTuple):
-    """A directory that is added."""
-
-    directory: str
-    bookie_id: str
-
-
 EXPANDED_COLUMNS = Columns(
     Column("DIRECTORY", "directory", "directory"), Column("BOOKIE", "bookieId", "bookie_id"), key="directory"
 )
@@ -432,17 +426,9 @@ def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -
                 run.consent.undo(cluster, undo) as kept,
             ):
                 expand(config, bookie_id, cluster, Files(), undo=kept)
-        run.out.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
+        run.out.render((Row(directory=each, bookie_id=bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
         run.out.note("No directory is new")
-
-
-class RenamedRow(NamedTuple):
-    """A place whose cookie was changed."""
-
-    place: str
-    before: str
-    after: str
 
 
 RENAMED_COLUMNS = Columns(
@@ -483,7 +469,7 @@ def rename_bookie(
             )
             with hold(map(Path, directories), note=run.out.note), run.consent.undo(cluster, undo) as kept:
                 changed = rename(cluster, old, new, directories, Files(), undo=kept)
-        run.out.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
+        run.out.render((Row(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
         run.out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
 

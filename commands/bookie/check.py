@@ -13,7 +13,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import hex_column
+from ..kit.columns import with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.next_steps import next_column
@@ -33,8 +33,7 @@ FINDING_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.kind.value, Kind.WORD),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
-    Column("LOG", "logId", "log_id", Kind.INTEGER),
-    hex_column("logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
+    *with_hex("LOG", "logId", "log_id"),
     Column("OFFSET", "offset", "offset", Kind.INTEGER),
     Column(None, "location", "location", Kind.INTEGER),
     Column("REASON", "reason", "reason"),

@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, UsageError
 
+from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
 from ..kit.texts import GREEN, YELLOW
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server
 
 if TYPE_CHECKING:
-    from bkctl.bookie.collector_stats import GarbageCollectionStatus
     from bkctl.http.bookie_client import GarbageCollection
 
 app = group()
@@ -39,16 +39,8 @@ class Compactions(StrEnum):
     BOTH = BOTH_COMPACTIONS
 
 
-class CollectorRow(NamedTuple):
-    """One garbage collector of a bookie."""
-
-    number: int
-    collection: GarbageCollection
-    status: GarbageCollectionStatus
-
-
-def _doing(running: str, suspended: str) -> Callable[[CollectorRow], str]:
-    def text(row: CollectorRow) -> str:
+def _doing(running: str, suspended: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
         if getattr(row.status, running):
             return "running"
         return "suspended" if getattr(row.collection, suspended) else "idle"
@@ -196,7 +188,7 @@ def _check_round(found: Server, before: GarbageCollection, after: GarbageCollect
 def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
     latest: list[GarbageCollection] = []
 
-    def look() -> Iterator[CollectorRow]:
+    def look() -> Iterator[Row]:
         latest[:] = [found.api.garbage_collection()]
         return _collector_rows(latest[0])
 
@@ -259,16 +251,9 @@ def _held_back(collection: GarbageCollection) -> list[str]:
     return [each.scoped_deletes_held_back for each in collection.collectors if each.scoped_deletes_held_back]
 
 
-def _collector_rows(collection: GarbageCollection) -> Iterator[CollectorRow]:
+def _collector_rows(collection: GarbageCollection) -> Iterator[Row]:
     for number, status in enumerate(collection.collectors):
-        yield CollectorRow(number, collection, status)
-
-
-class LocationsRow(NamedTuple):
-    """A database of entry locations."""
-
-    path: str
-    compacting: bool
+        yield Row(number=number, collection=collection, status=status)
 
 
 LOCATIONS_COLUMNS = Columns(
@@ -321,7 +306,7 @@ def compact_locations(
             known = found.api.location_compactions()
             if wait:
                 known = _wait_for_locations(run, found, chosen, deadline)
-        run.out.render((LocationsRow(path, known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS)
+        run.out.render((Row(path=path, compacting=known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS)
 
 
 def _wait_for_locations(run: Run, found: Server, chosen: list[str], deadline: float | None) -> dict[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -12,7 +12,7 @@ from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import hex_column
+from ..kit.columns import Row, with_hex
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
@@ -21,7 +21,7 @@ from ..kit.texts import words
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieFile
-    from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
+    from bkctl.files.index import BookieIndexes, EntryLocation, Gap
 
 app = group()
 index_app = group("Show, check and rebuild the ledger indexes of a bookie.")
@@ -60,22 +60,6 @@ def start(run: Run) -> None:
         daemon.close()
 
 
-class FileRow(NamedTuple):
-    """A file of a bookie, and a summary of its contents."""
-
-    file: BookieFile
-    detail: Mapping[str, Any] | None
-
-
-def _number(row: FileRow) -> int | None:
-    return row.file.id if isinstance(row.file.id, int) else None
-
-
-def _hex(row: FileRow) -> str | None:
-    number = _number(row)
-    return None if number is None else f"{number:x}"
-
-
 def _detail_text(detail: dict[str, Any]) -> str:
     """Return a file's details for people: ids in hex, as in file names; directories are in JSON only."""
     parts = []
@@ -90,8 +74,7 @@ def _detail_text(detail: dict[str, Any]) -> str:
 
 FILE_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.file.kind.value, Kind.WORD),
-    Column("ID", "id", _number, Kind.INTEGER),
-    hex_column("idHex", _hex),
+    *with_hex("ID", "id", lambda row: row.file.id if isinstance(row.file.id, int) else None),
     Column(None, "ledger", lambda row: row.file.id if isinstance(row.file.id, LedgerId) else None, Kind.LEDGER),
     Column("SCOPED", "scoped", "file.scoped", Kind.BOOLEAN),
     Column("SIZE", "size", "file.size", Kind.SIZE),
@@ -135,7 +118,7 @@ def files(
     run.out.raise_first(errors)
 
 
-def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
+def _file_row(file: BookieFile, errors: list[BkctlError]) -> Row:
     from bkctl.files.status import read_detail
 
     detail = None
@@ -147,7 +130,7 @@ def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
         errors.append(error)
     if detail is not None and isinstance(updated := detail.get("updated"), int):
         detail = {**detail, "updated": iso_time(updated)}
-    return FileRow(file, detail)
+    return Row(file=file, detail=detail)
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
@@ -174,8 +157,7 @@ class IndexRow(NamedTuple):
 LOCATION_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "found.entry_id", Kind.INTEGER),
-    Column("LOG", "logId", "found.log_id", Kind.INTEGER),
-    hex_column("logIdHex", lambda row: f"{row.found.log_id:x}"),
+    *with_hex("LOG", "logId", "found.log_id"),
     Column("OFFSET", "offset", "found.offset", Kind.INTEGER),
     Column(None, "location", "found.location", Kind.INTEGER),
     key="entryId",
@@ -187,15 +169,6 @@ GAP_COLUMNS = Columns(
     Column("ENTRIES", "entryCount", lambda row: row.found.last_entry_id - row.found.first_entry_id + 1, Kind.INTEGER),
     key="firstEntryId",
 )
-
-
-class MetaRow(NamedTuple):
-    """The record of a ledger in an index."""
-
-    source: LedgerIndex
-    explicit_lac: int | None
-    entry_count: int
-    last_entry_id: int
 
 
 META_COLUMNS = Columns(
@@ -272,9 +245,7 @@ def _gaps(indexes: BookieIndexes, ledgers: list[LedgerId]) -> Iterator[IndexRow]
                 yield IndexRow(ledger, gap)
 
 
-def _metas(
-    indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool
-) -> Iterator[MetaRow]:
+def _metas(indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool) -> Iterator[Row]:
     from bkctl.checks.findings import as_damage
 
     for ledger in ledgers:
@@ -283,7 +254,9 @@ def _metas(
             if found is None:
                 continue
             with found as index:
-                row = MetaRow(index, index.explicit_lac(), *index.extent())
+                entry_count, last_entry_id = index.extent()
+                lac = index.explicit_lac()
+                row = Row(source=index, explicit_lac=lac, entry_count=entry_count, last_entry_id=last_entry_id)
         except (Corrupt, Unsupported) as error:
             errors.append(error)
             continue

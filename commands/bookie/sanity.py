@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
 
+from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option, duration_option
@@ -19,16 +20,7 @@ if TYPE_CHECKING:
 app = group()
 
 
-class SanityRow(NamedTuple):
-    """The outcome of a bookie's test; `result` is None if the bookie tested itself."""
-
-    bookie_id: str | None
-    url: str | None
-    passed: bool
-    read_only: bool
-    result: RoundTrip | None
-
-
+#: The outcome of a bookie's test; `result` is None if the bookie tested itself.
 SANITY_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
     Column("URL", "url", "url"),
@@ -83,7 +75,7 @@ def sanity(
         raise FindingsError(f"{name} did not pass its test", hint="its log says why")
 
 
-def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> SanityRow:
+def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> Row:
     if deadline is not None:
         run.access.timeout_s, run.access.connect_timeout_s = deadline, min(run.access.connect_timeout_s, deadline)
     with server(run, which, changes=True) as found, run.job.working("The bookie tests itself"):
@@ -93,10 +85,10 @@ def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> 
             if deadline is None:
                 raise
             raise TimedOut(f"{found.name} did not end its test within {deadline:g} s") from error
-    return SanityRow(which.bookie_id, found.url, answer.passed, answer.read_only, None)
+    return Row(bookie_id=which.bookie_id, url=found.url, passed=answer.passed, read_only=answer.read_only, result=None)
 
 
-def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, deadline: float | None) -> SanityRow:
+def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, deadline: float | None) -> Row:
     async def work() -> RoundTrip:
         import asyncio
 
@@ -119,6 +111,6 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
         bookie = registered_bookie(cluster, bookie_id)
         if bookie.state == "down":
             raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
-        if bookie.state == "ro":
-            return SanityRow(bookie_id, None, False, True, None)
-        return SanityRow(bookie_id, None, True, False, run.job.complete(work()))
+        read_only = bookie.state == "ro"
+        result = None if read_only else run.job.complete(work())
+        return Row(bookie_id=bookie_id, url=None, passed=not read_only, read_only=read_only, result=result)

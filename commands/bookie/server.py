@@ -149,13 +149,6 @@ def _url_of_conf(run: Run) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
 
 
-class BookieAnswer(NamedTuple):
-    """A bookie's answer."""
-
-    server: Server
-    answer: Any
-
-
 BOOKIE: Final = Column("BOOKIE", "bookieId", "server.bookie_id")
 URL: Final = Column("URL", "url", "server.url")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final, NamedTuple
+from operator import itemgetter
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -19,15 +20,8 @@ from .server import BookieServerOption, server
 app = group()
 
 
-class BookieSetting(NamedTuple):
-    """One setting of a bookie."""
-
-    name: str
-    value: Any
-
-
 SETTING_COLUMNS = Columns(
-    Column("NAME", "name", "name"), Column("VALUE", "value", "value", Kind.NESTED, text=str), key="name"
+    Column("NAME", "name", itemgetter(0)), Column("VALUE", "value", itemgetter(1), Kind.NESTED, text=str), key="name"
 )
 HIDDEN: Final = "***"
 
@@ -88,8 +82,9 @@ def config(
             run.out.detail(found.api.set_config(changed))
             settings = found.api.config()
         shown = changed or sorted(name for name in settings if _is_asked_for(name, names))
-        rows = [BookieSetting(name, settings.get(name)) for name in shown]
-        run.out.render((each if show_secrets else _without_secret(each) for each in rows), SETTING_COLUMNS)
+        values = {name: settings.get(name) for name in shown}
+        rows = ((name, value if show_secrets else _without_secret(name, value)) for name, value in values.items())
+        run.out.render(rows, SETTING_COLUMNS)
         missing = [name for name in names or () if not any(_is_asked_for(each, [name]) for each in settings)]
         if missing:
             raise NotFound(
@@ -103,9 +98,8 @@ def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _without_secret(setting: BookieSetting) -> BookieSetting:
-    """Return the setting as it may be printed: a password as `***`, and one within a URI."""
-    if not isinstance(setting.value, str):
-        return setting
-    is_secret = is_secret_name(setting.name) and setting.value
-    return setting._replace(value=HIDDEN if is_secret else shown_uri(setting.value))
+def _without_secret(name: str, value: Any) -> Any:
+    """Return the value of a setting as it may be printed: a password as `***`, and one within a URI."""
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if is_secret_name(name) and value else shown_uri(value)

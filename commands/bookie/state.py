@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable, Unsupported
 
+from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of
 from ..kit.options import DryRun, WatchOption
 from ..kit.texts import GREEN, RED, YELLOW
-from .server import BOOKIE, URL, BookieAnswer, BookieServerOption, Patience, Server, WaitDeadline, finder, server
-
-if TYPE_CHECKING:
-    from bkctl.http.bookie_client import BookieState, DiskSpace
+from .server import BOOKIE, URL, BookieServerOption, Patience, Server, WaitDeadline, finder, server
 
 app = group()
 
@@ -49,7 +47,7 @@ def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
             readiness = found.api.readiness()
             if not readiness.ready:
                 run.out.warn(f"{found.name} is not ready: {readiness.message}")
-        run.out.watch(watch, lambda: iter([BookieAnswer(found, found.api.state())]), STATE_COLUMNS, single=True)
+        run.out.watch(watch, lambda: iter([Row(server=found, answer=found.api.state())]), STATE_COLUMNS, single=True)
 
 
 READY_COLUMNS = Columns(
@@ -85,7 +83,7 @@ def ready(
             raise FindingsError(f"{answer.server.name} is not ready: {answer.answer.message}")
 
 
-def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) -> BookieAnswer:
+def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) -> Row:
     """Return the bookie's answer, with `wait` once it is ready. Raises Unreachable, or TimedOut at the deadline."""
     while True:
         try:
@@ -97,16 +95,8 @@ def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) ->
                 raise
         else:
             if readiness.ready or not wait:
-                return BookieAnswer(found, readiness)
+                return Row(server=found, answer=readiness)
         patience.wait()
-
-
-class InfoRow(NamedTuple):
-    """A bookie at a glance."""
-
-    server: Server
-    answer: BookieState
-    space: DiskSpace
 
 
 INFO_COLUMNS = Columns(
@@ -131,7 +121,12 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     $ bkctl bookie info --bookie-url http://127.0.0.1:8080
     """
     with server(run, which) as found:
-        run.out.watch(watch, lambda: [InfoRow(found, found.api.state(), found.api.space())], INFO_COLUMNS, single=True)
+        run.out.watch(
+            watch,
+            lambda: [Row(server=found, answer=found.api.state(), space=found.api.space())],
+            INFO_COLUMNS,
+            single=True,
+        )
 
 
 class Switch(StrEnum):
@@ -168,7 +163,7 @@ def readonly(
     with server(run, which, changes=wanted is not None and not dry_run) as found:
         before = found.api.read_only()
         if wanted is None:
-            run.out.show(BookieAnswer(found, before), READ_ONLY_COLUMNS)
+            run.out.show(Row(server=found, answer=before), READ_ONLY_COLUMNS)
             return
         on = wanted is Switch.ON
         if before is on:
@@ -176,7 +171,7 @@ def readonly(
         elif dry_run:
             run.out.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
         after = before if dry_run else found.api.set_read_only(on)
-        run.out.show(BookieAnswer(found, after), READ_ONLY_COLUMNS)
+        run.out.show(Row(server=found, answer=after), READ_ONLY_COLUMNS)
         if dry_run:
             return
         if after is not on:

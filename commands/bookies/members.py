@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unreachable
 
+from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import WatchOption
 from ..kit.texts import GREEN, RED, YELLOW, size_text
@@ -20,9 +21,7 @@ from .racks import find_racks
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
-    from bkctl.formats.metadata import Cookie
-    from bkctl.metadata.admin.overview import BookieLedgers
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -57,13 +56,6 @@ def _endpoints(bookie: Any) -> list[dict[str, Any]]:
 
 def _endpoints_text(endpoints: list[dict[str, Any]]) -> str:
     return ", ".join(f"{each['protocol']}://{each['host']}:{each['port']}" for each in endpoints) or "-"
-
-
-class ListedBookie(NamedTuple):
-    """A bookie, and its rack if it has one."""
-
-    bookie: RegisteredBookie
-    rack: str | None
 
 
 BOOKIE_COLUMNS = Columns(
@@ -106,22 +98,13 @@ def list_bookies(
         run.out.watch(watch, partial(_listed, run, cluster, state), BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
 
 
-def _listed(run: Run, cluster: Cluster, state: State) -> list[ListedBookie]:
+def _listed(run: Run, cluster: Cluster, state: State) -> list[Row]:
     bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
     racks = find_racks(run, cluster, bookies)
-    return [ListedBookie(each, racks.get(each.bookie_id)) for each in bookies if state in (State.ALL, each.state)]
+    return [Row(bookie=each, rack=racks.get(each.bookie_id)) for each in bookies if state in (State.ALL, each.state)]
 
 
-class BookieRow(NamedTuple):
-    """All that the metadata store knows of a bookie. `cookie` is None without one, `cookie_error` without damage."""
-
-    bookie: RegisteredBookie
-    cookie: Cookie | None
-    cookie_error: str | None
-    ledgers: BookieLedgers | None
-
-
-def _cookie_object(row: BookieRow) -> dict[str, Any] | None:
+def _cookie_object(row: Row) -> dict[str, Any] | None:
     cookie = row.cookie
     if cookie is None:
         return None
@@ -168,17 +151,17 @@ def _endpoint_line(endpoint: dict[str, Any]) -> str:
     )
 
 
-def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
+def _show_row(cluster: Cluster, bookie_id: str) -> Row:
+    """Return all that the metadata store knows of a bookie, but for its ledgers. Raises NotFound, Unreachable."""
+    from bkctl.metadata.store import attempt
+
     bookie = cluster.bookies.get(bookie_id)
     if bookie is None:
         raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
-    try:
-        found = cluster.cookies.read(bookie_id)
-    except Unreachable:
-        raise
-    except BkctlError as error:
-        return BookieRow(bookie, None, str(error), None)
-    return BookieRow(bookie, None if found is None else found.value, None, None)
+    found = attempt(cluster.cookies.read, bookie_id)
+    error = str(found) if isinstance(found, BkctlError) else None
+    cookie = None if found is None or isinstance(found, BkctlError) else found.value
+    return Row(bookie=bookie, cookie=cookie, cookie_error=error, ledgers=None)
 
 
 @command(app, "show", connects=True, prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS))
@@ -201,13 +184,15 @@ def show(
         run.out.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
 
 
-def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[BookieRow]:
+def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[Row]:
     """Return the row of each bookie, with the numbers of its ledgers if `counts`."""
     from bkctl.metadata.admin.overview import ledgers_of_bookies
 
     rows = [_show_row(cluster, bookie_id) for bookie_id in bookies]
     ledgers = ledgers_of_bookies(cluster, bookies) if counts else {}
-    return [row._replace(ledgers=ledgers.get(row.bookie.bookie_id)) for row in rows]
+    for row in rows:
+        row.ledgers = ledgers.get(row.bookie.bookie_id)
+    return rows
 
 
 class UsageOrder(StrEnum):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bkctl.columns import Column, Columns
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 
+from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import DryRun, UndoOption
 from .selection import ManyBookies, bookie_ids
@@ -23,16 +24,7 @@ racks_app = group("Show and change the racks of bookies.")
 app.add_typer(racks_app, name="racks")
 
 
-class RackRow(NamedTuple):
-    """The rack of a bookie: `source` is "metadata", "script", or None where the bookie has no rack."""
-
-    bookie_id: str
-    rack: str | None
-    group: str | None
-    hostname: str | None
-    source: str | None
-
-
+#: The rack of a bookie: `source` is "metadata", "script", or None where the bookie has no rack.
 RACK_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
     Column("RACK", "rack", "rack"),
@@ -45,7 +37,7 @@ RACK_COLUMNS = Columns(
 CHANGE_COLUMNS = Columns(*RACK_COLUMNS.columns[:-1], key="bookieId")
 
 
-def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[RackRow]:
+def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[Row]:
     """Return the racks in the metadata store and of `bookies`; where --conf names a script, the script's count."""
     from bkctl.metadata.racks import BookieRacks, Topology, racks_of
 
@@ -59,7 +51,8 @@ def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> li
         own: BookieRack | None = by_id.get(bookie_id)
         rack = printed.get(bookie_id) or shared.get(bookie_id) or (own and own.rack)
         source = None if rack is None else "script" if bookie_id in printed else "metadata"
-        rows.append(RackRow(bookie_id, rack, own and own.group, own and own.hostname, source))
+        group, hostname = (None, None) if own is None else (own.group, own.hostname)
+        rows.append(Row(bookie_id=bookie_id, rack=rack, group=group, hostname=hostname, source=source))
     return rows
 
 

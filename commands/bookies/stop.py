@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import UsageError
 
+from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption, count_option
 from ..kit.texts import RED, YELLOW, counted
@@ -40,14 +41,7 @@ RISK_COLUMNS = Columns(
 )  # fmt: skip
 
 
-class Together(NamedTuple):
-    """A bookie of a set that may stop together; `given`: the user named it."""
-
-    bookie_id: str
-    rack: str | None
-    given: bool
-
-
+#: Bookies of a set that may stop together; `given`: the user named it.
 TOGETHER_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
     Column("RACK", "rack", "rack"),
@@ -136,7 +130,11 @@ def _show_together(run: Run, cluster: Cluster, names: list[str], replica_count_m
         found = StopSets(cluster, replica_count_min=replica_count_min).largest(names, racks)
     if names and not found:
         return False
-    run.out.render([Together(name, racks.get(name), name in names) for name in found], TOGETHER_COLUMNS, findings=True)
+    run.out.render(
+        [Row(bookie_id=name, rack=racks.get(name), given=name in names) for name in found],
+        TOGETHER_COLUMNS,
+        findings=True,
+    )
     run.out.finish_with(not found, "finding: no bookie may stop now", "")
     left = sum(each.state == "rw" and each.bookie_id not in found for each in bookies)
     run.out.note(

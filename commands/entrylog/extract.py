@@ -10,7 +10,7 @@ from enum import StrEnum
 from inspect import Parameter
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -18,14 +18,14 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Output
+from ..kit.columns import Output, Row
 from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
 from ..kit.options import Entries, EntryIdRange, LedgerPassword, combined, digest_type_option
 from ..kit.records import DirOption
 from ..kit.texts import counted
-from .logs import LogNames, find_logs, log_id_hex
+from .logs import LogNames, find_logs
 
 if TYPE_CHECKING:
     from bkctl.formats.entry import DigestType
@@ -50,18 +50,6 @@ LedgerToExtract = Annotated[
         scope_option("Ledger scope id of a bare ledger id."),
     ),
 ]
-
-
-class ExtractReport(NamedTuple):
-    """The outcome of an extraction."""
-
-    extraction: LedgerExtraction
-    digest_type: DigestType | None
-    gaps: list[tuple[int, int]]
-    missing_count: int
-    damaged: list[int]
-    end_entry_id: int | None
-    file: Path
 
 
 GAPS_SHOWN_MAX = 1000
@@ -166,7 +154,8 @@ def extract(
         gaps, missing = _find_gaps(extraction)
         damaged = extraction.damaged_ids
         if str(file) != "-":
-            run.out.show(ExtractReport(extraction, digest_type, gaps, missing, damaged, last, file), REPORT_COLUMNS)
+            row = Row(extraction=extraction, digest_type=digest_type, gaps=gaps, damaged=damaged, file=file)
+            run.out.show(Row(**vars(row), missing_count=missing, end_entry_id=last), REPORT_COLUMNS)
         else:
             lacks = ("missing", missing, gaps), ("damaged", len(damaged), [(each, each) for each in damaged])
             run.out.warn(*(f"{what} entries ({count:,}): {_gap_text(ids)}" for what, count, ids in lacks if count))
@@ -268,7 +257,7 @@ def _extracted_columns(digest_type: DigestType | None) -> Columns:
         Column("SIZE", "size", lambda row: row.record.payload_size(digest_type), Kind.INTEGER),
         Column(None, "formatVersion", "record.format_version", Kind.INTEGER),
         Column(None, "logId", "log_id", Kind.INTEGER),
-        Column(None, "logIdHex", lambda row: log_id_hex(row.log_id)),
+        Column(None, "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
         Column("OFFSET", "offset", "record.offset", Kind.INTEGER),
         Column("RECORD SIZE", "recordSize", "record.record_size", Kind.INTEGER),
         Column("TYPE", "type", "record.type"),

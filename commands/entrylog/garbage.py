@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
 
-from ..kit.columns import hex_column
+from ..kit.columns import Row, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import Composite, combined, text_option
 from ..kit.records import DirOption, collect_errors
@@ -26,7 +26,6 @@ from .logs import (
     file_column,
     find_all_logs,
     is_scoped,
-    log_id_hex,
     log_key,
     log_order,
     open_liveness,
@@ -34,7 +33,9 @@ from .logs import (
 )
 
 if TYPE_CHECKING:
-    from bkctl.checks.garbage import LedgerUse, LogUse, Thresholds
+    from pathlib import Path
+
+    from bkctl.checks.garbage import LogUse, Thresholds
     from bkctl.metadata.liveness import Liveness
 
 app = group()
@@ -45,21 +46,12 @@ TOPICS_MAX = 5
 STATE_STYLE = {"alive": GREEN, "dead": RED, "unknown": YELLOW}
 
 
-class ActiveRow(NamedTuple):
-    """A ledger's share of one log, and the ledger's state."""
-
-    log: LogUse
-    ledger: LedgerUse
-    topic: str | None = None
-
-
 ACTIVE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger.ledger", Kind.LEDGER),
     Column("STATE", "state", "ledger.state", style=STATE_STYLE),
     Column("BYTES", "size", "ledger.size_bytes", Kind.INTEGER),
     Column("TOPIC", "topic", "topic", flexible=True, spare=1),
-    Column("LOG", "logId", "log.log_id", Kind.INTEGER),
-    hex_column("logIdHex", lambda row: log_id_hex(row.log.log_id)),
+    *with_hex("LOG", "logId", "log.log_id"),
     Column("FROM MAP", "fromLedgersMap", "log.from_map", Kind.BOOLEAN),
     Column(None, "complete", "log.complete", Kind.BOOLEAN),
     file_column(lambda row: row.log.path),
@@ -92,38 +84,37 @@ def active(
     errors: list[BkctlError] = []
     with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
         rows = (
-            ActiveRow(use, each)
+            (use, each)
             for use in collect_errors(log_uses(paths, liveness.states), errors)
             for each in use.ledgers
             if each.state in wanted
         )
-        named = liveness.with_topics(rows, lambda row: row.ledger.ledger)
-        run.out.render((row._replace(topic=topic) for row, topic in named), ACTIVE_COLUMNS)
+        named = liveness.with_topics(rows, lambda row: row[1].ledger)
+        run.out.render((Row(log=log, ledger=ledger, topic=topic) for (log, ledger), topic in named), ACTIVE_COLUMNS)
     run.out.raise_first(errors)
 
 
-class UseRow(NamedTuple):
-    """The live and dead bytes of a log, the compaction that it needs (None: none), and the bytes that this frees.
+def _use_row(use: LogUse, limits: Thresholds, liveness: Liveness) -> Row:
+    """Return the live and dead bytes of a log, the compaction that it needs, if one, and the bytes that this frees.
 
-    `topics` are those that keep the log: of its largest live ledgers; None where no ledger is Pulsar's.
+    The topics are those that keep the log: of its largest live ledgers; None where no ledger is Pulsar's.
     """
-
-    use: LogUse
-    compaction: str | None
-    reclaimable_size_bytes: int
-    topics: list[str] | None
+    alive = [each for each in use.ledgers if each.state is LedgerLiveness.ALIVE]
+    largest = sorted(alive, key=lambda each: -each.size_bytes)[:TOPICS_MAX]
+    topics = dict.fromkeys(topic for _, topic in liveness.with_topics(largest, lambda each: each.ledger) if topic)
+    compaction, freed = use.compaction(limits), use.reclaimable_size_bytes(limits)
+    return Row(use=use, compaction=compaction, reclaimable_size_bytes=freed, topics=list(topics) or None)
 
 
 def _count_column(state: LedgerLiveness) -> Column:
-    def count(row: UseRow) -> int:
+    def count(row: Row) -> int:
         return sum(each.state is state for each in row.use.ledgers)
 
     return Column(state.upper(), f"{state}Count", count, Kind.INTEGER, spare=1)
 
 
 GARBAGE_COLUMNS = Columns(
-    Column("LOG", "logId", "use.log_id", Kind.INTEGER),
-    hex_column("logIdHex", lambda row: log_id_hex(row.use.log_id)),
+    *with_hex("LOG", "logId", "use.log_id"),
     Column("SCOPED", "scoped", lambda row: is_scoped(row.use.path), Kind.BOOLEAN),
     *map(_count_column, LedgerLiveness),
     Column("TOTAL", "totalSize", "use.total_size_bytes", Kind.SIZE),
@@ -182,13 +173,10 @@ def garbage(
     limits = thresholds_of(run, thresholds)
     errors: list[BkctlError] = []
     sums = _GarbageTotals()
-    rows: Iterable[UseRow]
+    rows: Iterable[Row]
     with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
-        rows = (
-            UseRow(use, use.compaction(limits), use.reclaimable_size_bytes(limits), _topics(use, liveness))
-            for use in collect_errors(log_uses(paths, liveness.states), errors)
-        )
-        rows = sums.watch(rows)
+        uses = collect_errors(log_uses(paths, liveness.states), errors)
+        rows = sums.watch(_use_row(use, limits, liveness) for use in uses)
         if order is not LogOrder.ID:
             rows = sorted(rows, key=_USE_KEYS[order])
         run.out.render(rows, GARBAGE_COLUMNS)
@@ -197,20 +185,14 @@ def garbage(
     run.out.raise_first(errors)
 
 
-def _topics(use: LogUse, liveness: Liveness) -> list[str] | None:
-    alive = [each for each in use.ledgers if each.state is LedgerLiveness.ALIVE]
-    largest = sorted(alive, key=lambda each: -each.size_bytes)[:TOPICS_MAX]
-    topics = dict.fromkeys(topic for _, topic in liveness.with_topics(largest, lambda each: each.ledger) if topic)
-    return list(topics) or None
-
-
-def _modified(row: UseRow) -> float:
+def _modified(row: Row) -> float:
+    path: Path = row.use.path
     with suppress(OSError):
-        return row.use.path.stat().st_mtime
+        return path.stat().st_mtime
     return 0
 
 
-_USE_KEYS: dict[LogOrder, Callable[[UseRow], float]] = {
+_USE_KEYS: dict[LogOrder, Callable[[Row], float]] = {
     LogOrder.SIZE: lambda row: -row.use.total_size_bytes,
     LogOrder.GARBAGE: lambda row: -row.use.garbage_size_bytes,
     LogOrder.AGE: _modified,
@@ -237,7 +219,7 @@ class _GarbageTotals:
         #: By compaction.
         self.logs, self.freed, self.rewritten = Counter[str](), Counter[str](), Counter[str]()
 
-    def watch(self, rows: Iterable[UseRow]) -> Iterator[UseRow]:
+    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows, counted."""
         for row in rows:
             self.count += 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound
 
-from ..kit.columns import hex_column
+from ..kit.columns import Row, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.records import DirOption, Records, collect_errors, directories_argument, print_records, shown_record_columns
 from ..kit.texts import YELLOW
@@ -19,7 +19,6 @@ from .logs import (
     SortOption,
     file_column,
     find_logs,
-    log_id_hex,
     log_key,
     log_order,
     open_liveness,
@@ -27,25 +26,14 @@ from .logs import (
 )
 
 if TYPE_CHECKING:
-    from bkctl.checks.garbage import LogUse
-    from bkctl.files.listing import EntryLogSummary, LogContents
     from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
-    from bkctl.ids import LedgerId
 
 app = group()
 
 
-class LogRow(NamedTuple):
-    """A log of the list; `use` is set if the list is sorted by garbage."""
-
-    summary: EntryLogSummary
-    use: LogUse | None = None
-
-
 LOG_COLUMNS = Columns(
-    Column("LOG", "logId", "summary.file.id", Kind.INTEGER),
-    hex_column("logIdHex", lambda row: log_id_hex(row.summary.file.id)),
+    *with_hex("LOG", "logId", "summary.file.id"),
     Column("SCOPED", "scoped", "summary.file.scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "summary.version", Kind.INTEGER),
     Column("STATE", "state", "summary.state", style={"compacting": YELLOW, "compacted": YELLOW}),
@@ -94,32 +82,21 @@ def list_logs(
         good = [path for path, summary in found.items() if summary.error is None]
         with open_liveness(run, good, errors) as liveness, run.job.working("Reading entry logs"):
             uses = {use.path: use for use in collect_errors(log_uses(good, liveness.states), errors)}
-        rows = [LogRow(summary, uses.get(path)) for path, summary in found.items()]
+        rows = [Row(summary=summary, use=uses.get(path)) for path, summary in found.items()]
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
         run.out.render(rows, LOG_GARBAGE_COLUMNS)
     elif order is LogOrder.ID:
-        run.out.render(map(LogRow, summaries), LOG_COLUMNS)
+        run.out.render((Row(summary=each) for each in summaries), LOG_COLUMNS)
     else:
         ordered = sorted(summaries, key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms)
-        run.out.render(map(LogRow, ordered), LOG_COLUMNS)
+        run.out.render((Row(summary=each) for each in ordered), LOG_COLUMNS)
     run.out.raise_first(errors)
-
-
-class ShareRow(NamedTuple):
-    """A ledger's share of one log."""
-
-    path: Path
-    log_id: int | None
-    ledger: LedgerId
-    size_bytes: int
-    contents: LogContents
 
 
 SHARE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("BYTES", "size", "size_bytes", Kind.INTEGER),
-    Column("LOG", "logId", "log_id", Kind.INTEGER),
-    hex_column("logIdHex", lambda row: log_id_hex(row.log_id)),
+    *with_hex("LOG", "logId", "log_id"),
     Column("FROM MAP", "fromLedgersMap", "contents.from_map", Kind.BOOLEAN),
     Column(None, "complete", "contents.complete", Kind.BOOLEAN),
     file_column(lambda row: row.path),
@@ -140,7 +117,7 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
     run.out.raise_first(errors)
 
 
-def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[ShareRow]:
+def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[Row]:
     """Yield the ledgers' shares of each log; errors of logs go to `errors`."""
     from bkctl.files.entry_log import EntryLogReader
     from bkctl.files.listing import log_contents
@@ -156,7 +133,9 @@ def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[ShareRo
             errors.append(error)
             continue
         for ledger, size_bytes in contents.sizes.items():
-            yield ShareRow(path, content_id_of(path.name), ledger, size_bytes, contents)
+            yield Row(
+                path=path, log_id=content_id_of(path.name), ledger=ledger, size_bytes=size_bytes, contents=contents
+            )
         if contents.error is not None:
             errors.append(contents.error)
 

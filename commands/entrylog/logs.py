@@ -60,10 +60,6 @@ def log_order(run: Run, text: str) -> LogOrder:
     return LogOrder.ID
 
 
-def log_id_hex(number: int | None) -> str | None:
-    return None if number is None else f"{number:x}"
-
-
 def is_scoped(path: Path) -> bool:
     return path.parent.name == "scoped"
 

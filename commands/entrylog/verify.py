@@ -12,14 +12,14 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
-from ..kit.columns import Output, hex_column
+from ..kit.columns import Output, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.next_steps import next_column
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import CheckedFiles, DirOption, note_digests
 from ..kit.texts import RED, YELLOW
 from ..kit.values import tap
-from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
+from .logs import LogNames, file_column, find_logs, log_key
 
 if TYPE_CHECKING:
     from bkctl.checks.log_check import LogCheck
@@ -55,8 +55,7 @@ def _kind(row: LogCheck) -> str:
 
 
 CHECK_COLUMNS = Columns(
-    Column("LOG", "logId", "log_id", Kind.INTEGER),
-    hex_column("logIdHex", lambda row: log_id_hex(row.log_id)),
+    *with_hex("LOG", "logId", "log_id"),
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("STATE", "state", "state", Kind.WORD, style=STATE_STYLE_OF_LOG),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind, Source
@@ -31,6 +32,18 @@ COUNT_COLUMNS: Final = Columns(Column("LEDGERS", "count", int, Kind.INTEGER), ke
 def hex_column(name: str, source: Source) -> Column:
     """Return the column of an id in hexadecimal digits, the first to be left out beside the decimal one."""
     return Column("HEX", name, source, spare=3, text=with_0x)
+
+
+def with_hex(title: str, name: str, source: Source) -> tuple[Column, Column]:
+    """Return the column of an id, and that of the same id in hexadecimal digits."""
+    number = Column(title, name, source, Kind.INTEGER)
+    get = number.getter()
+
+    def digits(row: Any) -> str | None:
+        value = get(row)
+        return None if value is None else f"{value:x}"
+
+    return number, hex_column(f"{name}Hex", digits)
 
 
 def payload_column(payload: Callable[[Any], bytes | None], form: str | None) -> Column:
@@ -103,3 +116,7 @@ class RowSelection(NamedTuple):
 
 #: All columns of the command, in its order.
 ALL: Final = RowSelection()
+
+
+class Row(SimpleNamespace):
+    """A row of values by name, for columns whose sources are these names."""

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from ..kit.columns import Output
+from ..kit.columns import Output, Row
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
@@ -22,7 +22,6 @@ from ..kit.texts import counted
 if TYPE_CHECKING:
     from bkctl.metadata.admin.dump.export_file import DumpHeader
     from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
-    from bkctl.metadata.admin.dump.sources import ExportSummary
 
 app = group()
 
@@ -37,14 +36,6 @@ EXPORTED_COLUMNS = Columns(
     Column("SHA-256", "sha256", "exported.sha256"),
     key="file",
 )
-
-
-class ExportRow(NamedTuple):
-    """An export that was written."""
-
-    file: str
-    instance_id: str
-    exported: ExportSummary
 
 
 @command(app, "export", connects=True, prints=object_of(EXPORTED_COLUMNS))
@@ -77,16 +68,7 @@ def export(
             write_export(source, run.out.raw, activity.step)
             return
         exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
-    run.out.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
-
-
-class ImportRow(NamedTuple):
-    """The outcome for the records of one kind."""
-
-    kind: str
-    created: int
-    replaced: int
-    same: int
+    run.out.show(Row(file=file, instance_id=source.header.instance_id, exported=exported), EXPORTED_COLUMNS)
 
 
 IMPORTED_COLUMNS = Columns(
@@ -106,13 +88,9 @@ Overwrite = Annotated[
 
 def show_imported(run: Run, imported: ImportSummary) -> None:
     """Print the counts of imported records by kind."""
-    run.out.render(
-        (
-            ImportRow(kind, imported.created[kind], imported.replaced[kind], imported.same[kind])
-            for kind in _SHOWN_KINDS
-        ),
-        IMPORTED_COLUMNS,
-    )
+    counts = {name: getattr(imported, name) for name in ("created", "replaced", "same")}
+    rows = (Row(kind=kind, **{name: count[kind] for name, count in counts.items()}) for kind in _SHOWN_KINDS)
+    run.out.render(rows, IMPORTED_COLUMNS)
     if imported.unskipped_position is not None:
         run.out.note(
             f"Ids below {imported.unskipped_position:,} may be generated again there, also for deleted ledgers whose "

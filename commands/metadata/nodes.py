@@ -9,14 +9,14 @@ from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
 
-from ..kit.columns import Output
+from ..kit.columns import Output, Row
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
@@ -43,15 +43,6 @@ LAYOUT_COLUMNS = Columns(
 )
 
 
-class LayoutRow(NamedTuple):
-    """The row that `metadata layout` prints."""
-
-    uri: str
-    layout: Any
-    instance_id: str
-    stored: bool
-
-
 @command(app, "layout", connects=True, examples=("bkctl metadata layout",), prints=object_of(LAYOUT_COLUMNS))
 def layout(run: Run) -> None:
     """Show the cluster's ledger manager and instance id.
@@ -60,26 +51,17 @@ def layout(run: Run) -> None:
     """
     with run.access.cluster() as cluster:
         stored = cluster.store.get(cluster.places.layout) is not None
-        run.out.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id(), stored), LAYOUT_COLUMNS)
+        row = Row(uri=cluster.uri, layout=cluster.layout(), instance_id=cluster.instance_id(), stored=stored)
+        run.out.show(row, LAYOUT_COLUMNS)
         if not stored:
             run.out.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
 
 
-class NodeValue(NamedTuple):
-    """The row that `metadata get` prints."""
-
-    path: str
-    version: int
-    ctime_ms: int | None
-    size_bytes: int
-    value: str | None
-
-
 NODE_COLUMNS = Columns(
     Column("PATH", "path", "path"),
-    Column("VERSION", "version", "version", Kind.INTEGER),
-    Column("CREATED", "ctime", "ctime_ms", Kind.TIME),
-    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column("VERSION", "version", "found.version", Kind.INTEGER),
+    Column("CREATED", "ctime", "found.ctime_ms", Kind.TIME),
+    Column("SIZE", "size", lambda row: len(row.found.value), Kind.SIZE),
     Column("VALUE", "value", "value"),
     key="path",
 )
@@ -114,7 +96,7 @@ def get(
         return
     table = run.out.output is Output.TABLE and format is None
     value = readable_text(found.value) if table else binary_text(found.value, format)
-    run.out.show(NodeValue(place, found.version, found.ctime_ms, len(found.value), value), NODE_COLUMNS)
+    run.out.show(Row(path=place, found=found, value=value), NODE_COLUMNS)
 
 
 def _holds_password(value: bytes) -> bool:
