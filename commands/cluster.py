@@ -218,7 +218,7 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.underreplication import LedgerMarks
 
-    from .bookies.racks import find_placement
+    from .bookies.members import find_placement
 
     if run.access.bundle is not None:
         from bkctl.http.bundle import recorded_findings

@@ -20,8 +20,18 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, DryRun, UndoOption
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
-from .progress import entry_spans, ledger_width, loss_text, progress_text, run_within, shown_progress
-from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable
+from .moves import (
+    Deadline,
+    OneBookie,
+    ProgressOption,
+    SkipUnrecoverable,
+    entry_spans,
+    ledger_width,
+    loss_text,
+    progress_text,
+    run_within,
+    shown_progress,
+)
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie

@@ -19,8 +19,18 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, DryRun, UndoOption
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
-from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress
-from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable, bookie_ids
+from .moves import (
+    Deadline,
+    LedgersByOption,
+    ManyBookies,
+    SkipUnrecoverable,
+    bookie_ids,
+    entry_spans,
+    ledger_width,
+    loss_text,
+    run_within,
+    shown_progress,
+)
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster

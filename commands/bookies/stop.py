@@ -14,8 +14,8 @@ from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption, count_option
 from ..kit.texts import RED, YELLOW, counted
-from .racks import find_racks
-from .selection import bookie_ids
+from .members import find_racks
+from .moves import bookie_ids
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster

@@ -25,7 +25,7 @@ from ..kit.lines import Lines
 from ..kit.options import Entries, EntryIdRange, LedgerPassword, combined, digest_type_option
 from ..kit.records import DirOption
 from ..kit.texts import counted
-from .logs import LogNames, find_logs
+from .listing import LogNames, find_logs
 
 if TYPE_CHECKING:
     from bkctl.formats.entry import DigestType

@@ -18,7 +18,7 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.options import Composite, combined, text_option
 from ..kit.records import DirOption, collect_errors
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
-from .logs import (
+from .listing import (
     AllOption,
     LogNames,
     LogOrder,

@@ -11,7 +11,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
-from ..bookies.racks import find_placement
+from ..bookies.members import find_placement
 from ..kit.command import Run, command, group, rows_of, union
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import ProtocolOption, number_option

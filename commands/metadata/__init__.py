@@ -1,6 +1,6 @@
 """`bkctl metadata`: the nodes and values of the metadata store."""
 
 from ..kit.command import group
-from . import check, export, nodes, replacement, scopes, stores
+from . import check, nodes, stores
 
-app = group(parts=(nodes.app, export.app, stores.app, check.app, scopes.app, replacement.app))
+app = group(parts=(nodes.app, stores.app, check.app))

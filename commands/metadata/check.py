@@ -1,22 +1,27 @@
-"""`bkctl metadata check` and `bkctl metadata orphans`."""
+"""`bkctl metadata check`, `orphans`, `scopes`, `idgen` and `replace-bookie`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Annotated
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
+from bkctl.errors import Conflict, NotFound, UsageError
+from bkctl.ids import LedgerId, random_u64
+from bkctl.pace import Pace
 
+from ..kit.columns import hex_column
 from ..kit.command import Run, command, group, rows_of
-from ..kit.ledger_options import ScopeOfAny
+from ..kit.ledger_options import ScopeOfAny, scope_option
 from ..kit.next_steps import next_column
-from ..kit.options import DryRun, RecordPace, UndoOption
+from ..kit.options import DryRun, RecordPace, UndoOption, count_option, pace_option
 from ..kit.texts import RED, YELLOW, counted
+from ..kit.values import tap
 
 app = group()
-
 
 FINDING_COLUMNS = Columns(
     Column(
@@ -40,7 +45,7 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     from bkctl.client.racks import misplacement
     from bkctl.metadata.admin.check import check_metadata
 
-    from ..bookies.racks import find_placement
+    from ..bookies.members import find_placement
 
     with run.access.cluster() as cluster:
         placement = find_placement(run, cluster, cluster.bookies.list())
@@ -103,3 +108,120 @@ def list_orphans(
     run.out.finish_with(
         len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first"
     )
+
+
+SCOPE_COLUMNS = Columns(
+    Column("SCOPE", "ledgerScopeId", lambda row: str(row.scope_id)),
+    hex_column("ledgerScopeIdHex", lambda row: f"{row.scope_id:016x}"),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    key="ledgerScopeId",
+)
+
+
+@command(app, "scopes", connects=True, examples=("bkctl metadata scopes",), prints=rows_of(SCOPE_COLUMNS))
+def scopes(run: Run) -> None:
+    """List the ledger scopes, with the number of ledgers.
+
+    Scope 0 is always listed.
+    """
+
+    from bkctl.metadata.admin.overview import scope_counts
+
+    with run.access.cluster() as cluster, run.job.working("Counting ledgers"):
+        if cluster.ledgers.scopes_state() == "foreign":
+            run.out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
+        run.out.render(scope_counts(cluster), SCOPE_COLUMNS)
+
+
+NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")
+
+
+@command(app, "idgen", connects=True, changes="sequence", prints=rows_of(NEW_ID_COLUMNS))
+def idgen(
+    run: Run,
+    limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
+    scope: Annotated[int | None, scope_option("Random ids of this scope.")],
+    sequence: Annotated[
+        bool,
+        typer.Option("--sequence", help="Take ids of scope 0 from the cluster's generator, which gives no id twice."),
+    ] = False,
+) -> None:
+    """Print new ledger ids.
+
+    Without options, prints UUIDs, whose high half is the scope. --ledger-scope-id prints random ids of one scope.
+    --sequence takes ids from the cluster's generator; only that needs a cluster.
+
+    $ bkctl metadata idgen --limit 3
+    $ bkctl metadata idgen --ledger-scope-id 7
+    """
+    if sequence and scope:
+        raise UsageError("--sequence applies to scope 0; ids of other scopes are random")
+    if not sequence:
+        if scope == 0:
+            raise UsageError("Ids of scope 0 come from the cluster's generator", hint="add --sequence")
+        ids = (LedgerId.random() if scope is None else LedgerId(scope, random_u64()) for _ in range(limit or 1))
+        run.out.render(ids, NEW_ID_COLUMNS)
+        return
+    with run.access.cluster() as cluster:
+        run.out.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)
+
+
+REPLACEMENT_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("FRAGMENTS", "fragmentCount", "fragment_count", Kind.INTEGER),
+    Column("PROBLEM", "problem", "problem"),
+    key="ledger",
+)
+
+
+@command(app, "replace-bookie", connects=True, asks=True, changes=True, prints=rows_of(REPLACEMENT_COLUMNS))
+def replace_bookie_id(
+    run: Run,
+    limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
+    pace: Annotated[Pace, pace_option("Change at most N ledgers per second.", has_bytes=False)],
+    old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
+    new: Annotated[str | None, typer.Option("--to", metavar="BOOKIE", help="The new bookie id.")] = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Replace a bookie id in the metadata of every ledger.
+
+    For a bookie that returns under another id with all its data; entries are not moved. Covers every scope. Refused
+    while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id.
+
+    $ bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run
+    """
+    from bkctl.ids import check_bookie_id
+    from bkctl.metadata.admin.bookie_replacement import replace_bookie
+
+    if old is None or new is None:
+        raise UsageError("--from BOOKIE and --to BOOKIE are required")
+    if check_bookie_id(old) == check_bookie_id(new):
+        raise UsageError("--from and --to are the same bookie")
+    kept = Counter[bool]()
+    with run.access.cluster() as cluster:
+        registered = cluster.bookies.get(old)
+        if registered is not None and registered.state != "down":
+            raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
+        if cluster.bookies.get(new) is None:
+            raise NotFound(f"No bookie {new} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
+        if not dry_run:
+            run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
+        with (
+            run.consent.recorded(cluster, undo) as recorded,
+            run.job.working(
+                "Replacing",
+                unit="ledgers",
+                pace=pace,
+                left="changed ledgers stay changed: run the command again to continue",
+            ) as activity,
+            run.out.rows(REPLACEMENT_COLUMNS) as writer,
+        ):
+            replaced = replace_bookie(
+                recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update
+            )
+            writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
+        if registered is None and not kept:
+            raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
+    run.out.note(f"{kept[False]:,} ledgers {'would be' if dry_run else 'were'} changed")
+    run.out.finish_with(kept[True], "ledger was left unchanged", "ledgers were left unchanged")

@@ -1,10 +1,13 @@
-"""`bkctl metadata diff` and `bkctl metadata migrate`."""
+"""`bkctl metadata export`, `import`, `diff` and `migrate`."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,19 +15,186 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from ..kit.command import Access, Run, command, group, rows_of
+from ..kit.columns import Output, Row
+from ..kit.command import Access, Run, command, group, object_of, rows_of
 from ..kit.connection import LoginOfTarget
-from ..kit.options import DryRun, RecordPace, UndoOption
+from ..kit.ledger_options import LedgersOfExport
+from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import GREEN, RED, YELLOW, counted
-from .export import IMPORTED_COLUMNS, NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump.export_file import DumpSource
+    from bkctl.metadata.admin.dump.export_file import DumpHeader, DumpSource
+    from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
     from bkctl.metadata.admin.dump.sources import ClusterSource
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
 
 app = group()
+
+EXPORTED_COLUMNS = Columns(
+    Column("FILE", "file", "file"),
+    Column("INSTANCE ID", "instanceId", "instance_id"),
+    Column("LEDGERS", "ledgerCount", lambda row: row.exported.counts["ledger"], Kind.INTEGER),
+    Column("COOKIES", "cookieCount", lambda row: row.exported.counts["cookie"], Kind.INTEGER),
+    Column("UNDERREPLICATED", "markCount", lambda row: row.exported.counts["mark"], Kind.INTEGER),
+    Column("SIZE", "size", "exported.size_bytes", Kind.SIZE),
+    Column("SHA-256", "sha256", "exported.sha256"),
+    key="file",
+)
+
+
+@command(app, "export", connects=True, prints=object_of(EXPORTED_COLUMNS))
+def export(
+    run: Run,
+    ledgers: LedgersOfExport,
+    pace: RecordPace,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout. It holds ledger passwords."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+) -> None:
+    """Export a cluster's metadata to a file.
+
+    The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
+    metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
+
+    $ bkctl metadata export -f cluster.ndjson
+    """
+    from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file, write_export
+
+    if file is None:
+        raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
+    with run.access.cluster() as cluster, run.job.working("Exporting", unit="records", pace=pace) as activity:
+        source = ClusterSource(cluster, ledgers or None)
+        if file == "-":
+            if run.out.given_output is not Output.TABLE:
+                raise UsageError("-o does not apply to an export to stdout")
+            write_export(source, run.out.raw, activity.step)
+            return
+        exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
+    run.out.show(Row(file=file, instance_id=source.header.instance_id, exported=exported), EXPORTED_COLUMNS)
+
+
+IMPORTED_COLUMNS = Columns(
+    Column("KIND", "kind", "kind"),
+    Column("CREATED", "created", "created", Kind.INTEGER),
+    Column("REPLACED", "replaced", "replaced", Kind.INTEGER),
+    Column("THERE ALREADY", "same", "same", Kind.INTEGER),
+    key="kind",
+)
+NAMES_SHOWN_MAX = 10
+#: Kinds of records but how far the ids got, which has no node of its own.
+_SHOWN_KINDS = ("node", "cookie", "mark", "ledger")
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps the old ones.")
+]
+
+
+def show_imported(run: Run, imported: ImportSummary) -> None:
+    """Print the counts of imported records by kind."""
+    counts = {name: getattr(imported, name) for name in ("created", "replaced", "same")}
+    rows = (Row(kind=kind, **{name: count[kind] for name, count in counts.items()}) for kind in _SHOWN_KINDS)
+    run.out.render(rows, IMPORTED_COLUMNS)
+    if imported.unskipped_position is not None:
+        run.out.note(
+            f"Ids below {imported.unskipped_position:,} may be generated again there, also for deleted ledgers whose "
+            "entries bookies still hold"
+        )
+
+
+def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
+    """Say that the target has another ledger manager than the source."""
+    from bkctl.formats.metadata import LedgerLayout
+
+    if header.layout is None:
+        return
+    names = [each.factory_class.rpartition(".")[2] for each in (LedgerLayout.parse(header.layout), plan.layout)]
+    if names[0] != names[1]:
+        run.out.note(f"The layout of ledgers changes from {names[0]} to {names[1]}")
+
+
+@command(app, "import", connects=True, asks=True, changes=True, prints=rows_of(IMPORTED_COLUMNS))
+def import_(
+    run: Run,
+    path: Annotated[Path, file_argument("The file that 'metadata export' wrote; - is stdin.")],
+    pace: RecordPace,
+    overwrite: Overwrite = False,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Import an export into an empty store or its own cluster.
+
+    Creates the cluster in an empty store, with the ledger manager of the store's URI (zk://: that of the export), or
+    adds what is missing in that cluster. Checks the file's hash first, and that the store can hold every ledger id.
+    Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
+    record exists with another value; --overwrite replaces it. Created nodes have a new creation time: the age of a
+    ledger (--min-age) begins again unless its metadata has the time.
+
+    $ bkctl metadata import cluster.ndjson --dry-run
+    """
+    from bkctl.metadata.admin.dump.export_file import ExportFile
+    from bkctl.metadata.admin.dump.importing import ImportSummary, import_records, prepare_target
+    from bkctl.metadata.uri import parse_uri
+
+    with _import_file(path) as kept, ExportFile(kept) as source:
+        with run.job.working("Checking the export", unit="records") as activity:
+            counts = source.check(activity.update)
+        if overwrite and not dry_run:
+            place = parse_uri(run.access.connection().uri).text
+            run.consent.confirm(f"Metadata in {place} would be replaced with that in {path}")
+        with ExitStack() as stack:
+            try:
+                target = stack.enter_context(run.access.cluster(create_store=not dry_run))
+                plan = prepare_target(target, source, dry_run=dry_run)
+                note_layout(run, source.header, plan)
+                is_new = plan.is_new
+            except NotFound:
+                if not dry_run:
+                    raise
+                is_new = True  # no SQLite file yet
+            if is_new and dry_run:
+                show_imported(run, ImportSummary(counts))
+                return
+            total = counts.total()
+            with (
+                nullcontext(target) if is_new else run.consent.recorded(target, undo) as recorded,
+                run.job.working(
+                    "Importing", total=total, unit="records", pace=pace,
+                    left="imported metadata stays: run the command again to continue",
+                ) as activity,
+            ):  # fmt: skip
+                imported = import_records(
+                    source.records(),
+                    recorded,
+                    overwrite=overwrite,
+                    dry_run=dry_run,
+                    pace=pace,
+                    progress=activity.update,
+                )
+    show_imported(run, imported)
+    if imported.conflicts:
+        shown = imported.conflicts[:NAMES_SHOWN_MAX]
+        run.out.error(*(f"{name} exists with another value, and was left unchanged" for name in shown))
+        raise Conflict(
+            f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
+            hint="--overwrite replaces them",
+        )
+
+
+@contextmanager
+def _import_file(path: Path) -> Iterator[Path]:
+    """Yield the file to read; stdin is kept in one, since it is read twice."""
+    if str(path) != "-":
+        yield path
+        return
+    import shutil
+    from tempfile import NamedTemporaryFile
+
+    with NamedTemporaryFile(prefix="bkctl-import-") as kept:
+        shutil.copyfileobj(sys.stdin.buffer, kept)
+        kept.flush()
+        yield Path(kept.name)
 
 
 DIFFERENCE_COLUMNS = Columns(

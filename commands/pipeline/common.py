@@ -1,33 +1,59 @@
-"""Options and sessions that commands of `bkctl pipeline` share, and the call that shows a job's result."""
+"""Options, columns and sessions that commands of `bkctl pipeline` share, and the call that shows a job's result."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 
 from bkctl.columns import Columns
 from bkctl.errors import BkctlError, UsageError
+from bkctl.ids import LedgerId
 
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, option, parameter
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
-from .columns import Sums
 from .page import Section, write_pages
-from .saves import Saves, check_saves, check_spark_saves, frame_rows
+from .saves import SAVE_OPTIONS, Saves, check_saves, check_spark_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from bkctl.spark.engine import Frame, JobSession
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
+
+
+def ledger_of(row: Any) -> LedgerId | None:
+    """Return the ledger of a row with a ledgerQualifiedName."""
+    name = row.ledgerQualifiedName
+    return None if name is None else LedgerId.from_value(int(name, 16))
+
+
+class Sums(Counter[str]):
+    """Sums of the integer columns of rows by name, and in `count` the number of rows."""
+
+    count = 0
+
+    def add(self, row: Any) -> None:
+        """Add a row to the sums."""
+        self.count += 1
+        self.update({name: value for name, value in row.asDict().items() if type(value) is int})
+
+
+def sums_of(rows: Iterable[Any]) -> Sums:
+    """Return the sums of `rows`."""
+    sums = Sums()
+    for row in rows:
+        sums.add(row)
+    return sums
+
 
 By = TypeVar("By")
 
@@ -56,17 +82,15 @@ def _given_bookies(places: list[str] | None, facts: str | None) -> GivenBookies:
     return GivenBookies(places or [], facts)
 
 
-Places = Annotated[
-    GivenBookies,
-    combined(
-        _given_bookies,
-        parameter("places", Annotated[list[str] | None, PLACES]),
-        option(
-            "facts", str, "--facts", metavar="URI",
-            help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
-        ),
+_BOOKIES: Final = combined(
+    _given_bookies,
+    parameter("places", Annotated[list[str] | None, PLACES]),
+    option(
+        "facts", str, "--facts", metavar="URI",
+        help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
     ),
-]  # fmt: skip
+)  # fmt: skip
+Places = Annotated[GivenBookies, _BOOKIES]
 
 LedgersToScan = Annotated[ScanFilter, SCAN_LEDGERS]
 
@@ -104,35 +128,44 @@ def _spark_settings(
 
 _PANEL = "Spark options"
 
-SparkOptions = Annotated[
-    SparkSettings,
-    combined(
-        _spark_settings,
-        option(
-            "master", str, "--master", metavar="URL", rich_help_panel=_PANEL,
-            help="Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… "
-            "(default: this machine, and no Spark for jobs that only read files).",
-        ),
-        option(
-            "spark_settings", list[str], "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
-            help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
-        ),
-        option(
-            "archives", list[str], "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
-            help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
-        ),
-        option(
-            "ship", bool | None, "--ship/--no-ship", rich_help_panel=_PANEL,
-            help="Send this package and its compiled scanner to the executors (default: unless Spark runs "
-            "on this machine alone). Executors of another platform scan in Python, 4 times slower.",
-        ),
+_SPARK: Final = combined(
+    _spark_settings,
+    option(
+        "master", str, "--master", metavar="URL", rich_help_panel=_PANEL,
+        help="Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… "
+        "(default: this machine, and no Spark for jobs that only read files).",
     ),
-]  # fmt: skip
+    option(
+        "spark_settings", list[str], "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
+        help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
+    ),
+    option(
+        "archives", list[str], "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
+        help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
+    ),
+    option(
+        "ship", bool | None, "--ship/--no-ship", rich_help_panel=_PANEL,
+        help="Send this package and its compiled scanner to the executors (default: unless Spark runs "
+        "on this machine alone). Executors of another platform scan in Python, 4 times slower.",
+    ),
+)  # fmt: skip
+SparkOptions = Annotated[SparkSettings, _SPARK]
+
+
+class JobOptions(NamedTuple):
+    """The options of a job over bookies' files."""
+
+    spark: SparkSettings
+    places: GivenBookies
+    saves: Saves
+
+
+ForJob = Annotated[JobOptions, combined(JobOptions, _SPARK, _BOOKIES, SAVE_OPTIONS)]
 
 
 @contextmanager
 def spark_job(
-    run: Run, spark: SparkSettings, label: str, saves: Saves | None = None, columns: Columns | None = None
+    run: Run, spark: SparkSettings, label: str, saves: Saves, columns: Columns | None
 ) -> Iterator[SparkSession]:
     """Yield a Spark session for the job `label`; its progress goes to stderr if that is a terminal.
 
@@ -147,7 +180,7 @@ def spark_job(
                 app_name=f"bkctl {label}", verbose=run.out.verbose,
             )
         )  # fmt: skip
-        if saves is not None and columns is not None:
+        if columns is not None:
             check_spark_saves(session, saves, columns)
         activity.label, activity.unit = label.capitalize(), "tasks"
         stack.enter_context(report_progress(session, activity.update))
@@ -164,22 +197,22 @@ class Job(NamedTuple):
 
 @contextmanager
 def read_job(
-    run: Run, spark: SparkSettings, label: str, places: GivenBookies, saves: Saves | None = None,
-    columns: Columns | None = None, *, connects: bool = True,
-) -> Iterator[Job]:  # fmt: skip
+    run: Run, given: JobOptions, label: str, columns: Columns | None = None, *, connects: bool = True
+) -> Iterator[Job]:
     """Yield a job that reads bookies' files: on the local engine, or on Spark where an option needs Spark.
 
     Only Spark saves to URIs and tables. Raises the errors of `check_saves` and `check_spark_saves` for rows of
     `columns`, and errors of the connection to the cluster if the job `connects`.
     """
-    if saves is not None and columns is not None:
+    spark, places, saves = given
+    if columns is not None:
         run.out.selection.of(columns, run.out.output)
         check_saves(saves, columns)
     connection = connection_options(run) if connects else None
     bookies = read_bookies(run, places)
     if connects:
         check_cluster(run)
-    if not spark.are_default or (saves is not None and saves.need_spark):
+    if not spark.are_default or saves.need_spark:
         with spark_job(run, spark, label, saves, columns) as session:
             yield Job(session, bookies, connection)
         return
@@ -261,17 +294,6 @@ def by_option(help: str) -> Any:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class JobOptions:
-    """The options of a job over bookies' files; it `connects` unless it needs no cluster."""
-
-    run: Run
-    spark: SparkSettings
-    places: GivenBookies
-    saves: Saves
-    connects: bool = True
-
-
 class JobResult(ABC):
     """The result of one run of a job, read once for rows and page."""
 
@@ -297,24 +319,27 @@ class JobResult(ABC):
 
 
 def show_result(
-    options: JobOptions,
+    run: Run,
+    given: JobOptions,
     label: str,
     by: By,
     columns: Mapping[By, Columns],
     result_of: Callable[[Job], JobResult],
     title: str | None = None,
+    *,
+    connects: bool = True,
 ) -> None:
-    """Run the job `label`, print and save its rows `by` a word of `--by`, and end with its problems or findings."""
-    run, saves = options.run, options.saves
+    """Run the job `label`, print and save its rows `by` a word of `--by`, and end with its problems or findings.
+
+    The job `connects` unless it needs no cluster.
+    """
     shown = Sums()
-    with read_job(
-        run, options.spark, label, options.places, saves, columns[by], connects=options.connects
-    ) as job:  # fmt: skip
+    with read_job(run, given, label, columns[by], connects=connects) as job:
         found = result_of(job)
-        frame_rows(run, found.rows(by), columns[by], saves, shown.add)
+        frame_rows(run, found.rows(by), columns[by], given.saves, shown.add)
         for line in found.notes(shown):
             run.out.note(line)
-        write_pages(saves.pages, title or label.capitalize(), found.sections, job.bookies)
+        write_pages(given.saves.pages, title or label.capitalize(), found.sections, job.bookies)
         problems, findings = found.problems(), found.finding_count(shown)
     run.out.raise_first(problems)
     run.out.finish_with(findings, "finding", "findings")

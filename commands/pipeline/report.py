@@ -16,14 +16,10 @@ from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
-from .columns import Sums, sums_of
-from .common import Places, SparkOptions, read_job
-from .garbage import GarbageBy, GarbageResult
-from .integrity import IntegrityResult
-from .inventory import InventoryBy, InventoryResult
-from .journals import JournalAuditResult
+from .common import JobOptions, Places, SparkOptions, Sums, read_job, sums_of
+from .jobs import GarbageBy, GarbageResult, IntegrityResult, InventoryBy, InventoryResult, JournalAuditResult
 from .page import write_pages
-from .saves import check_pages
+from .saves import NO_SAVES, check_pages
 
 app = group()
 
@@ -88,7 +84,7 @@ def report(
         raise UsageError("The report has no file", hint="add --save report.html")
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
-    with read_job(run, spark, "report", places) as job:
+    with read_job(run, JobOptions(spark, places, NO_SAVES), "report") as job:
         from bkctl.spark.jobs.entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.

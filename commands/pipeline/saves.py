@@ -65,6 +65,10 @@ def _saves(paths: list[str] | None, tables: list[str] | None, append: bool) -> S
     return Saves(list(dict.fromkeys(paths or ())), list(dict.fromkeys(tables or ())), append, datetime.now(UTC))
 
 
+#: For a command without these options.
+NO_SAVES: Final = _saves(None, None, False)
+
+
 def _save_options(save_help: str) -> Composite:
     """Return the options, with this help of --save."""
     return combined(
@@ -82,9 +86,9 @@ def _save_options(save_help: str) -> Composite:
     )  # fmt: skip
 
 
-SaveOption = Annotated[
-    Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots.")
-]
+SAVE_OPTIONS: Final = _save_options(
+    "Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots."
+)
 #: For jobs without an HTML page.
 SaveRows = Annotated[Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json.")]
 

@@ -15,14 +15,14 @@ from bkctl.bookie.local import LocalCluster
 from bkctl.client.disk_space import BookieSpace
 from bkctl.columns import Column, Columns
 from bkctl.commands.bookies.departure import _step_columns
-from bkctl.commands.bookies.progress import loss_text
+from bkctl.commands.bookies.moves import loss_text
 from bkctl.commands.bookies.recover import move_columns
 from bkctl.commands.cluster import STATUS_COLUMNS, MemberRow
 from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import Table
-from bkctl.commands.pipeline.garbage import GARBAGE_COLUMNS, GarbageBy
+from bkctl.commands.pipeline.jobs import GARBAGE_COLUMNS, GarbageBy
 from bkctl.errors import BookieUnavailable
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet

@@ -1,0 +1,533 @@
+"""`bkctl pipeline inventory`, `integrity`, `garbage` and `journal-audit`: jobs over the files of all bookies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from bkctl.columns import Column, Columns, Kind
+from bkctl.errors import BkctlError, Corrupt
+
+from ..entrylog.garbage import ThresholdOptions, thresholds_of
+from ..entrylog.listing import ratio_text
+from ..kit.columns import hex_column
+from ..kit.command import Run, command, group, rows_of
+from ..kit.ledger_options import ScanFilter
+from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
+from .common import ForJob, Job, JobResult, LedgersToScan, Sums, by_option, ledger_of, show_result, sums_of
+from .page import Bar, Section, bars, table, top_rows
+
+if TYPE_CHECKING:
+    from bkctl.spark.engine import Frame
+
+app = group()
+
+
+def _integers(spare: int = 0, **titles: str | None) -> list[Column]:
+    """Return columns of integers, which the rows have by their JSON names, by name and title."""
+    return [Column(title, name, name, Kind.INTEGER, spare=spare) for name, title in titles.items()]
+
+
+LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
+BOOKIE = Column("BOOKIE", "bookieId", "bookieId")
+FILE = Column("FILE", "file", "file", flexible=True, spare=2)
+LEDGERS, BOOKIES, LOGS, ENTRIES = _integers(
+    ledgerCount="LEDGERS", bookieCount="BOOKIES", logCount="LOGS", entryCount="ENTRIES"
+)
+RANGE = _integers(firstEntryId="FIRST", lastEntryId="LAST", entryCount="ENTRIES", findingCount="FINDINGS")
+SIZE = Column("SIZE", "size", "size", Kind.SIZE)
+SUMS = (ENTRIES, SIZE)
+LOG = (
+    *_integers(logId="LOG"),
+    hex_column("logIdHex", "logIdHex"),
+    Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
+)
+
+
+class InventoryBy(StrEnum):
+    """The words of `inventory --by`, as in bkctl.spark.jobs.inventory, whose import would slow `--help` down."""
+
+    BOOKIE = "bookie"
+    ENTRY_LOG = "entrylog"
+    SCOPE = "scope"
+    LEDGER = "ledger"
+    APPLICATION = "application"
+
+
+INVENTORY_COLUMNS = {
+    InventoryBy.BOOKIE: Columns(
+        BOOKIE, LOGS, LEDGERS, *SUMS, Column("FILES", "fileSize", "fileSize", Kind.SIZE), key="bookieId"
+    ),
+    InventoryBy.ENTRY_LOG: Columns(
+        BOOKIE, *LOG, LEDGERS, *SUMS, Column("FILE SIZE", "fileSize", "fileSize", Kind.SIZE), FILE, key="file"
+    ),
+    InventoryBy.SCOPE: Columns(
+        Column("SCOPE", "ledgerScopeId", "ledgerScopeId"), LEDGERS, BOOKIES, LOGS, *SUMS, key="ledgerScopeId"
+    ),
+    InventoryBy.LEDGER: Columns(LEDGER, BOOKIES, LOGS, *SUMS, key="ledger"),
+    InventoryBy.APPLICATION: Columns(
+        Column("APPLICATION", "application", "application"),
+        Column("COMPONENT", "component", "component"),
+        Column("MANAGED LEDGER", "managedLedger", "managedLedger", flexible=True),
+        LEDGERS,
+        *SUMS,
+    ),
+}
+
+
+@command(app, "inventory", connects=True, prints=rows_of(INVENTORY_COLUMNS))
+def inventory(
+    run: Run,
+    ledgers: LedgersToScan,
+    given: ForJob,
+    by: Annotated[
+        InventoryBy, by_option("A row for each bookie, entrylog, scope, ledger or application.")
+    ] = InventoryBy.BOOKIE,
+) -> None:
+    """Count bytes and entries in all bookies' entry logs.
+
+    --by gives a row for each bookie, log, scope, ledger or application. Every copy of an entry counts, with its size
+    field, as in 'entrylog show'. Applications come from ledgers' custom metadata (Pulsar's, as in 'ledger show'), so
+    --by application needs the cluster; all others need files only. Exit code 7: a log is damaged; entries before the
+    damage are counted.
+
+    $ bkctl pipeline inventory
+    $ bkctl pipeline inventory --conf bk_server.conf --by scope
+    """
+    result_of = partial(InventoryResult, ledgers=ledgers)
+    show_result(run, given, "inventory", by, INVENTORY_COLUMNS, result_of, connects=by is InventoryBy.APPLICATION)
+
+
+class InventoryResult(JobResult):
+    """The inventory of some bookies, scanned once for rows and page."""
+
+    def __init__(self, job: Job, *, ledgers: ScanFilter, held: Frame | None = None) -> None:
+        from bkctl.spark.jobs.entries import shares_of
+        from bkctl.spark.jobs.inventory import damages, shares
+
+        self._job = job
+        if held is None:
+            found = shares(job.session, job.bookies, ledger=ledgers.ledger, scope_id=ledgers.scope_id)
+        else:
+            found = shares_of(held)
+        self._shares = found.persist()
+        self.damages = damages(self._shares).collect()
+
+    def rows(self, by: InventoryBy) -> Frame:
+        from bkctl.spark.jobs.inventory import Grouping, totals
+
+        job = self._job
+        return totals(job.session, job.bookies, self._shares, Grouping(by.value), job.connection)
+
+    def notes(self, shown: Sums) -> list[str]:
+        return [f"{size_text(shown['size'])} in {counted(shown['entryCount'], 'entry', 'entries')}"]
+
+    def problems(self) -> list[BkctlError]:
+        return [Corrupt(row.reason) for row in self.damages]
+
+    def sections(self) -> list[Section]:
+        blocks = []
+        for title, by, name_of in _PLOTS:
+            if by is InventoryBy.APPLICATION and self._job.connection is None:
+                continue
+            frame = self.rows(by)
+            blocks.append(bars(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
+            blocks.append(table(frame, INVENTORY_COLUMNS[by]))
+        by = InventoryBy.ENTRY_LOG
+        blocks.append(table(self.rows(by), INVENTORY_COLUMNS[by]))
+        return [Section("Inventory", "Bytes and entries in the entry logs; every copy of an entry counts.", blocks)]
+
+
+def _application_name(row: Any) -> str:
+    return str(row.managedLedger or row.component or row.application or "(none)")
+
+
+def _ledger_name(row: Any) -> str:
+    return str(row.ledgerId if row.ledgerScopeId == "0" else row.ledgerQualifiedName)
+
+
+#: The plots of the page, each above its table: title, rows, name of a row.
+_PLOTS: Final[tuple[tuple[str, InventoryBy, Callable[[Any], str]], ...]] = (
+    ("Bytes of entries by bookie", InventoryBy.BOOKIE, lambda row: row.bookieId),
+    ("Bytes by ledger scope", InventoryBy.SCOPE, lambda row: f"scope {row.ledgerScopeId}"),
+    ("Bytes by application", InventoryBy.APPLICATION, _application_name),
+    ("The largest ledgers", InventoryBy.LEDGER, _ledger_name),
+)
+
+
+_PROBLEM_STYLE = {"missing": RED, "damaged": RED, "misplaced": RED, "unreadable": RED, "notIndexed": YELLOW}
+
+
+class IntegrityBy(StrEnum):
+    """The words of `integrity --by`."""
+
+    ENTRY = "entry"
+    LEDGER = "ledger"
+    BOOKIE = "bookie"
+    LOG = "log"
+
+
+_PROBLEM = Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE)
+_QUORUM = (
+    *_integers(intactCount="INTACT", writeQuorumSize="OF"),
+    Column("STATE", "ledgerState", "ledgerState"),
+)
+_DETAILS = (*_integers(offset=None), Column(None, "detail", "detail"), FILE)
+_NONE = "No findings"
+
+INTEGRITY_COLUMNS = {
+    IntegrityBy.ENTRY: Columns(
+        LEDGER, *_integers(entryId="ENTRY"), BOOKIE, _PROBLEM, *_QUORUM, *_DETAILS,
+        key="ledger", none=_NONE,
+    ),
+    IntegrityBy.LEDGER: Columns(LEDGER, *RANGE, BOOKIES, _PROBLEM, *_QUORUM, *_DETAILS, key="ledger", none=_NONE),
+    IntegrityBy.BOOKIE: Columns(BOOKIE, LEDGER, *RANGE, _PROBLEM, *_QUORUM, *_DETAILS, key="bookieId", none=_NONE),
+    IntegrityBy.LOG: Columns(BOOKIE, LEDGER, *RANGE, _PROBLEM, *_QUORUM, *_DETAILS, key="file", none=_NONE),
+}  # fmt: skip
+
+
+@command(app, "integrity", connects=True, examples=("bkctl pipeline integrity",), prints=rows_of(INTEGRITY_COLUMNS))
+def integrity(
+    run: Run,
+    ledgers: LedgersToScan,
+    given: ForJob,
+    no_indexes: Annotated[
+        bool, typer.Option("--no-indexes", help="Read entry logs and journals only: for copies without indexes.")
+    ] = False,
+    by: Annotated[
+        IntegrityBy, by_option("A row for each entry, or for each range of entries by ledger, bookie or log.")
+    ] = IntegrityBy.ENTRY,
+) -> None:
+    """Check that each bookie has its entries, undamaged.
+
+    Compares the files with the metadata, which says which bookie has which entry, and checks every digest. An entry is
+    present if a bookie that starts on these files serves it: by its index from an entry log, or by a replay of the
+    journal. Other entries are rows: missing, damaged, notIndexed or misplaced. So are files that are unreadable behind
+    some byte. INTACT: the bookies that still serve the entry, OF its write quorum (0: lost; -: unknown, since a bookie
+    that should have the entry was not checked). Exit code 3: there are findings. Bookies whose files are not given are
+    not checked. --by ledger, bookie and log show ranges of entries with the same problem and INTACT: of all bookies, of
+    one, or of one file (entry log or journal).
+    """
+    result_of = partial(IntegrityResult, ledgers=ledgers, indexes=not no_indexes)
+    show_result(run, given, "integrity", by, INTEGRITY_COLUMNS, result_of)
+
+
+class IntegrityResult(JobResult):
+    """The findings of one run."""
+
+    def __init__(
+        self, job: Job, *, ledgers: ScanFilter, indexes: bool = True, held: Frame | None = None
+    ) -> None:  # fmt: skip
+        from bkctl.spark.jobs.integrity import integrity
+
+        assert job.connection is not None
+        self._connection = job.connection
+        self.result = integrity(
+            job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id,
+            indexes=indexes, held=held,
+        )  # fmt: skip
+
+    def rows(self, by: IntegrityBy) -> Frame:
+        from bkctl.spark.jobs.entry_ranges import entry_ranges
+
+        if by is IntegrityBy.ENTRY:
+            return self.result.findings
+        same = ("problem", "intactCount", "writeQuorumSize", "ledgerState")
+        return entry_ranges(self.result.findings, by.value, same, self._connection)
+
+    def finding_count(self, shown: Sums) -> int:
+        return shown.get("findingCount", shown.count)
+
+    def notes(self, shown: Sums) -> list[str]:
+        """Return one line about the checked replicas, and one about the bookies that were not checked."""
+        return self.lines
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """Return the lines of `notes`."""
+        (checked,) = self.result.checked.collect()
+        notes = [
+            f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
+            "ledgers were checked"
+        ]
+        absent = self.result.unchecked.collect()
+        if absent:
+            names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
+            notes.append(f"Not checked, since their files are not given: {names}")
+        return notes
+
+    def sections(self) -> list[Section]:
+        from bkctl.spark.engine import functions_of
+
+        findings = self.result.findings
+        counts = findings.groupBy("problem", "bookieId").agg(functions_of(findings).count("*").alias("found")).collect()
+        by_bookie: dict[str, dict[str, int]] = {}
+        for row in sorted(counts, key=lambda each: (each.bookieId, each.problem)):
+            by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
+        plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
+        columns = INTEGRITY_COLUMNS[IntegrityBy.ENTRY]
+        found = table(findings, columns) if counts else '<p class="good">No findings.</p>'
+        return [Section("Integrity", ". ".join(self.lines), [plot, found])]
+
+
+class GarbageBy(StrEnum):
+    """The words of `garbage --by`."""
+
+    ENTRY_LOG = "entrylog"
+    BOOKIE = "bookie"
+    LEDGER = "ledger"
+
+
+_USE = (
+    Column("TOTAL", "totalSize", "totalSize", Kind.SIZE),
+    Column("REMAINING", "remainingSize", "remainingSize", Kind.SIZE),
+    Column("GARBAGE", "garbageSize", "garbageSize", Kind.SIZE),
+)
+GARBAGE_COLUMNS = {
+    GarbageBy.ENTRY_LOG: Columns(
+        BOOKIE,
+        *LOG,
+        *_integers(1, aliveCount="ALIVE", deadCount="DEAD", unknownCount="UNKNOWN"),
+        *_USE,
+        Column("USAGE", "usage", "usage", Kind.INTEGER, text=ratio_text),
+        Column("COMPACTION", "compaction", "compaction", style={"delete": GREEN}),
+        *_integers(reclaimableSize=None, rewrittenSize=None),
+        Column(None, "fromLedgersMap", "fromLedgersMap", Kind.BOOLEAN),
+        Column(None, "complete", "complete", Kind.BOOLEAN),
+        FILE,
+        key="file",
+    ),
+    GarbageBy.BOOKIE: Columns(
+        BOOKIE,
+        LOGS,
+        *_integers(compactedCount="COMPACTED"),
+        *_USE,
+        Column("FREED", "reclaimableSize", "reclaimableSize", Kind.SIZE),
+        Column("REWRITTEN", "rewrittenSize", "rewrittenSize", Kind.SIZE),
+        key="bookieId",
+    ),
+    GarbageBy.LEDGER: Columns(LEDGER, BOOKIES, LOGS, SIZE, key="ledger"),
+}
+
+
+@command(
+    app, "garbage", connects=True, prints=rows_of(GARBAGE_COLUMNS), examples=("bkctl pipeline garbage --by bookie",)
+)
+def garbage(
+    run: Run,
+    thresholds: ThresholdOptions,
+    given: ForJob,
+    by: Annotated[GarbageBy, by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRY_LOG,
+) -> None:
+    """Show live and dead bytes in all bookies' entry logs.
+
+    Also shows what compaction would free, and orphaned ledgers. Garbage: bytes of ledgers that no longer exist in the
+    metadata store, as in 'entrylog garbage' for one bookie. Bytes of ledgers whose state is unknown remain. With --by
+    ledger the rows are the dead ledgers.
+    """
+    result_of = partial(GarbageResult, thresholds=thresholds_of(run, thresholds))
+    show_result(run, given, "garbage", by, GARBAGE_COLUMNS, result_of)
+
+
+class GarbageResult(JobResult):
+    """The garbage of some bookies, read once for rows and page."""
+
+    def __init__(self, job: Job, *, thresholds: Any) -> None:
+        from bkctl.spark.jobs.garbage import garbage_shares, uses
+
+        assert job.connection is not None
+        self._shares = garbage_shares(job.session, job.bookies, job.connection).persist()
+        self._uses = uses(self._shares, thresholds).persist()
+
+    def rows(self, by: GarbageBy) -> Frame:
+        from bkctl.spark.jobs.garbage import by_bookie, orphans
+
+        if by is GarbageBy.LEDGER:
+            return orphans(self._shares)
+        return by_bookie(self._uses) if by is GarbageBy.BOOKIE else self._uses
+
+    def notes(self, shown: Sums) -> list[str]:
+        return [self.summary()]
+
+    def summary(self) -> str:
+        sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
+        orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger", "orphaned ledgers")
+        return (
+            f"{size_text(sums['totalSize'])} of entries in {counted(sums['logCount'], 'log', 'logs')}, "
+            f"{size_text(sums['garbageSize'])} garbage of {orphans}; "
+            f"compaction of {counted(sums['compactedCount'], 'log', 'logs')} frees "
+            f"{size_text(sums['reclaimableSize'])}, rewriting "
+            f"{size_text(sums['rewrittenSize'])}"
+        )
+
+    def problems(self) -> list[BkctlError]:
+        """Return why logs are incomplete or ledgers of unknown state."""
+        from bkctl.spark.failures import error_named
+
+        damaged = self._shares.filter("reason IS NOT NULL").select("reason").distinct().collect()
+        unknown = self._shares.filter("problem IS NOT NULL").select("problem", "problemType").distinct().collect()
+        found: list[BkctlError] = [Corrupt(row.reason) for row in damaged]
+        return found + [error_named(row.problemType, row.problem) or BkctlError(row.problem) for row in unknown]
+
+    def sections(self) -> list[Section]:
+        tables = {by: (self.rows(by), GARBAGE_COLUMNS[by]) for by in GarbageBy}
+        bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRY_LOG]
+        of_bookies = [Bar(row.bookieId, _parts(row)) for row in top_rows(bookies[0])]
+        of_logs = [Bar(f"{row.bookieId} {_log_text(row)}", _parts(row)) for row in top_rows(logs[0])]
+        blocks = [
+            bars("Remaining and dead bytes by bookie", of_bookies),
+            table(*bookies),
+            bars("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
+            table(*logs),
+            "<h3>Orphaned ledgers</h3>",
+            table(*tables[GarbageBy.LEDGER]),
+        ]
+        return [Section("Garbage", self.summary(), blocks)]
+
+
+def _parts(row: Any) -> dict[str, int]:
+    return {"remaining": row.remainingSize, "garbage": row.garbageSize}
+
+
+def _log_text(row: Any) -> str:
+    return ("scoped/" if row.scoped else "") + (Path(row.file).name if row.logIdHex is None else f"{row.logIdHex}.log")
+
+
+class AuditBy(StrEnum):
+    """The words of `journal-audit --by`."""
+
+    JOURNAL = "journal"
+    ENTRY = "entry"
+    LEDGER = "ledger"
+    BOOKIE = "bookie"
+    LOG = "log"
+
+
+_STATES = (
+    Column("LOGGED", "logged", "logged", style={"no": RED, "unknown": YELLOW}),
+    Column("REPLAYED", "replayed", "replayed", Kind.BOOLEAN),
+    Column("LEDGER STATE", "state", "state", style={"alive": GREEN, "dead": RED, "unknown": YELLOW}),
+)
+
+AUDIT_COLUMNS = {
+    AuditBy.JOURNAL: Columns(
+        BOOKIE,
+        *_integers(journalId="JOURNAL"),
+        hex_column("journalIdHex", "journalIdHex"),
+        *_integers(2, version="VERSION"),
+        Column("STATE", "state", "state", style={"damaged": RED, "unreadable": RED, "missing": RED, "torn": YELLOW}),
+        ENTRIES,
+        *_integers(1, replayFrom="REPLAY FROM"),
+        *_integers(replayRecordCount="REPLAYED", replayEntryCount=None),
+        Column("REPLAY SIZE", "replaySize", "replaySize", Kind.SIZE, spare=1),
+        *_integers(unloggedCount="UNLOGGED", unknownCount="UNKNOWN", recordsBehind="BEHIND"),
+        *_integers(entriesBehind=None, sizeBehind=None, resumesAt=None, recordCount=None, goodEnd=None, size=None),
+        Column("PROBLEM", "problem", "problem"),
+        FILE,
+        key="file",
+    ),
+    AuditBy.ENTRY: Columns(
+        LEDGER,
+        *_integers(entryId="ENTRY"),
+        BOOKIE,
+        *_STATES,
+        *_integers(journalId="JOURNAL", offset="OFFSET", recordSize=None),
+        FILE,
+        key="ledger",
+    ),
+    AuditBy.LEDGER: Columns(LEDGER, *RANGE, BOOKIES, *_STATES, key="ledger"),
+    AuditBy.BOOKIE: Columns(BOOKIE, LEDGER, *RANGE, *_STATES, key="bookieId"),
+    AuditBy.LOG: Columns(BOOKIE, LEDGER, *RANGE, *_STATES, *_integers(offset=None), FILE, key="file"),
+}
+
+
+@command(app, "journal-audit", connects=True, prints=rows_of(AUDIT_COLUMNS), examples=("bkctl pipeline journal-audit",))
+def journal_audit(
+    run: Run,
+    ledgers: LedgersToScan,
+    given: ForJob,
+    by: Annotated[
+        AuditBy,
+        by_option(
+            "A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log."
+        ),
+    ] = AuditBy.JOURNAL,
+) -> None:
+    """Show records that only the bookies' journals hold.
+
+    REPLAYED: records that a crash now would replay. UNLOGGED: entries that no entry log of the bookie holds; if they
+    are before the byte where a replay begins, they are lost to the bookie. UNKNOWN: entries that may be in an entry log
+    behind damage, where no index finds them. BEHIND: records behind a torn or damaged
+    end. Exit code 7: a journal is damaged. 3: records are behind a torn end, or (if the cluster is named) an unlogged
+    entry that is not replayed belongs to a live ledger. --by entry shows the unlogged entries; --by ledger, bookie and
+    log show their ranges: of all bookies, of one, or of one journal.
+    """
+    connects = run.access.names_metadata or (given.places.are_default and run.access.conf is None)
+    result_of = partial(JournalAuditResult, ledgers=ledgers)
+    show_result(run, given, "journal audit", by, AUDIT_COLUMNS, result_of, "Journals", connects=connects)
+
+
+class JournalAuditResult(JobResult):
+    """The journals of some bookies, read once for rows and page."""
+
+    def __init__(self, job: Job, *, ledgers: ScanFilter, held: Frame | None = None) -> None:
+        from bkctl.spark.jobs.journal_audit import audit
+
+        self._connection = job.connection
+        self._found = audit(
+            job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, held=held
+        )
+
+    def rows(self, by: AuditBy) -> Frame:
+        from bkctl.spark.jobs.entry_ranges import entry_ranges
+
+        if by is AuditBy.JOURNAL:
+            return self._found.journals
+        if by is AuditBy.ENTRY:
+            return self._found.unlogged
+        return entry_ranges(self._found.unlogged, by.value, ("logged", "replayed", "state"), self._connection)
+
+    def notes(self, shown: Sums) -> list[str]:
+        return [self.summary()]
+
+    def summary(self) -> str:
+        sums = sums_of(self._found.journals.collect())
+        return (
+            f"A crash now would replay {sums['replayRecordCount']:,} records "
+            f"({size_text(sums['replaySize'])}) of {sums.count:,} journals; {sums['unloggedCount']:,} entries "
+            f"are in no entry log, {sums['unknownCount']:,} may be behind damage in a log; "
+            f"{sums['recordsBehind']:,} records lie behind an end"
+        )
+
+    def problems(self) -> list[BkctlError]:
+        """Return an error for each damaged journal: its file and the damage."""
+        rows = self._found.journals.filter("damaged").select("file", "problem").collect()
+        return [Corrupt(f"{row.file}: {row.problem}") for row in rows]
+
+    def finding_count(self, shown: Sums) -> int:
+        """Return the number of findings: journals with a problem or records behind their end, and lost live entries."""
+        journals = self._found.journals.filter("problem IS NOT NULL OR recordsBehind > 0").count()
+        return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()
+
+    def sections(self) -> list[Section]:
+        from bkctl.spark.engine import functions_of
+
+        journals = self._found.journals
+        sizes = (
+            journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")
+        )
+        blocks = [
+            bars(
+                "What a crash now would replay",
+                [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(sizes)],
+            ),
+            table(journals, AUDIT_COLUMNS[AuditBy.JOURNAL]),
+            "<h3>Entries that no entry log holds</h3>",
+            table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY]),
+        ]
+        return [Section("Journals", self.summary(), blocks)]
