@@ -16,7 +16,7 @@ from .kit.columns import COUNT_COLUMNS, Row
 from .kit.command import Printer, Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
-from .kit.options import DryRun, UndoOption, WatchOption, duration_option
+from .kit.options import DryRun, UndoOption, WatchOption, duration_option, flag
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration, tap
 
@@ -46,13 +46,10 @@ RUNNING_COLUMNS = Columns(
 @command(app, "run", connects=True, prints=object_of(RUNNING_COLUMNS))
 def run_auto_recovery(
     run: Run,
-    scopes_only: Annotated[
-        bool, typer.Option("--scopes-only", help="Ignore scope 0, which Apache's auto-recovery serves.")
-    ] = False,
-    scope_0_only: Annotated[bool, typer.Option("--scope-0-only", help="Ignore all scopes but 0.")] = False,
+    scopes_only: Annotated[bool, flag("--scopes-only", "Ignore scope 0, which Apache's auto-recovery serves.")] = False,
+    scope_0_only: Annotated[bool, flag("--scope-0-only", "Ignore all scopes but 0.")] = False,
     own_id: Annotated[
-        str | None,
-        typer.Option("--id", metavar="ID", help="Name in votes and locks (default: the bookie's id, or this host)."),
+        str | None, flag("--id ID", "Name in votes and locks (default: the bookie's id, or this host).")
     ] = None,
 ) -> None:
     """Run auto-recovery in the foreground.
@@ -208,16 +205,12 @@ def list_marked(
         duration_option("--older-than", "List only ledgers that were marked at least this long ago: 1h, 30m."),
     ],
     missing: Annotated[
-        list[str] | None,
-        typer.Option("--missing", metavar="BOOKIE", help="List only ledgers that this bookie lacks; repeatable."),
+        list[str] | None, flag("--missing BOOKIE", "List only ledgers that this bookie lacks; repeatable.")
     ] = None,
     not_missing: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--not-missing", metavar="BOOKIE", help="List only ledgers that this bookie does not lack; repeatable."
-        ),
+        list[str] | None, flag("--not-missing BOOKIE", "List only ledgers that this bookie does not lack; repeatable.")
     ] = None,
-    count: Annotated[bool, typer.Option("--count", help="Print the number of ledgers only.")] = False,
+    count: Annotated[bool, flag("--count", "Print the number of ledgers only.")] = False,
 ) -> None:
     """List the under-replicated ledgers.
 
@@ -273,8 +266,7 @@ def mark(
     run: Run,
     ledgers: LedgersOrFile,
     missing: Annotated[
-        list[str] | None,
-        typer.Option("--missing", metavar="BOOKIE", help="A bookie of its ensembles that lacks entries; repeatable."),
+        list[str] | None, flag("--missing BOOKIE", "A bookie of its ensembles that lacks entries; repeatable.")
     ] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
@@ -337,9 +329,7 @@ VOTE_COLUMNS = Columns(
 
 
 @command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",), prints=rows_of(VOTE_COLUMNS))
-def auditor(
-    run: Run, all_votes: Annotated[bool, typer.Option("--all", help="Show candidates for auditor, too.")] = False
-) -> None:
+def auditor(run: Run, all_votes: Annotated[bool, flag("--all", "Show candidates for auditor, too.")] = False) -> None:
     """Show which bookie is the auditor.
 
     Also shows the auditor of the scopes, if there is one. Exit code 4 if there is none.
@@ -384,10 +374,9 @@ def audit(
     run: Run,
     reset_clock: Annotated[
         str | None,
-        typer.Option(
-            "--reset-clock",
-            metavar="CHECK,…",
-            help="Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.",
+        flag(
+            "--reset-clock CHECK,…",
+            "Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.",
         ),
     ] = None,
     undo: UndoOption = None,

@@ -18,7 +18,7 @@ from .kit.audit import user_name
 from .kit.columns import Output, Row
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
-from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
+from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option, flag
 from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
 from .kit.values import check_percentage
 from .local import down, up
@@ -70,9 +70,7 @@ def info(run: Run) -> None:
 
 # --- status ---------------------------------------------------------------------------------------------------------
 
-Threshold = Annotated[
-    float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
-]
+Threshold = Annotated[float, flag("--threshold PERCENT", "Percentage of used disk space that is too much.")]
 #: Ledgers whose metadata `cluster status` reads without --count-ledgers.
 COUNTED_LEDGERS_MAX: Final = 10_000
 #: Ledgers, or marks in larger clusters, whose metadata `cluster health` reads without --ledgers.
@@ -126,9 +124,9 @@ def status(
     threshold: Threshold = 90.0,
     count_ledgers: Annotated[
         bool | None,
-        typer.Option(
+        flag(
             "--count-ledgers/--no-count-ledgers",
-            help="Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).",
+            "Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).",
         ),
     ] = None,
 ) -> None:
@@ -184,12 +182,12 @@ METRICS_WAIT_S: Final = 5.0
 PANEL_STYLES: Final = {"error": "red", "warning": "yellow"}
 
 
-NoBookies = Annotated[bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")]
+NoBookies = Annotated[bool, flag("--no-bookies", "Read the metadata only, and ask no bookie.")]
 OfLedgers = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--ledgers",
-        help="Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked ledgers "
+        "Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked ledgers "
         "and the last audit are the source otherwise.",
     ),
 ]
@@ -545,10 +543,7 @@ def init(
     run: Run,
     long_long_layout: Annotated[
         bool,
-        typer.Option(
-            "--long-long-layout",
-            help="Write BP-35's own class into LAYOUT; Apache's processes then refuse the cluster.",
-        ),
+        flag("--long-long-layout", "Write BP-35's own class into LAYOUT; Apache's processes then refuse the cluster."),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -601,12 +596,9 @@ def nuke_cluster(
     run: Run,
     yes_really: YesReally = None,
     instance_id: Annotated[
-        str | None,
-        typer.Option("--instance-id", metavar="ID", hidden=True, help="As --yes-really, which asks all the same."),
+        str | None, flag("--instance-id ID", "As --yes-really, which asks all the same.", hidden=True)
     ] = None,
-    backup: Annotated[
-        Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file first.")
-    ] = None,
+    backup: Annotated[Path | None, flag("--backup FILE", "Export all metadata to this new file first.")] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Remove all metadata of a cluster, for good.

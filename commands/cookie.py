@@ -14,7 +14,16 @@ from bkctl.ids import check_bookie_id
 from .kit.columns import Row
 from .kit.command import Access, Run, command, group, object_of, rows_of
 from .kit.next_steps import next_column
-from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
+from .kit.options import (
+    BinaryFormat,
+    BinaryFormatOption,
+    Composite,
+    DryRun,
+    UndoOption,
+    file_argument,
+    flag,
+    text_option,
+)
 from .kit.records import DirOption
 from .kit.texts import RED, counted
 
@@ -358,12 +367,9 @@ def generate(
     indexes: Annotated[tuple[str, ...] | None, _directories_option("index")],
     bookie: BookieOrConf = None,
     instance_id: Annotated[
-        str | None,
-        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id (default: read from the cluster)."),
+        str | None, flag("--instance-id ID", "The cluster's instance id (default: read from the cluster).")
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="The file to write (default: stdout).")
-    ] = None,
+    file: Annotated[Path | None, flag("--file FILE", "The file to write (default: stdout).", "-f")] = None,
 ) -> None:
     """Write the cookie that a bookie would have.
 

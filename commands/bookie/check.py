@@ -7,8 +7,6 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
@@ -17,7 +15,7 @@ from ..kit.columns import with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.next_steps import next_column
-from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, number_option, text_option
+from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, flag, number_option, text_option
 from ..kit.records import Directories
 from ..kit.texts import counted, size_text
 from .files import index_app
@@ -198,8 +196,8 @@ def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
 @command(index_app, "check", connects=True, prints=rows_of(FINDING_COLUMNS))
 def check_index(
     run: Run,
-    ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,
-    locations: Annotated[bool, typer.Option("--locations", help="Check only the locations of entries.")] = False,
+    ledgers: Annotated[bool, flag("--ledgers", "Check only the records of ledgers.")] = False,
+    locations: Annotated[bool, flag("--locations", "Check only the locations of entries.")] = False,
     directories: Directories = (),
 ) -> None:
     """Check that a bookie's indexes are well-formed.

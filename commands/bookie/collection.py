@@ -15,7 +15,7 @@ from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, Usage
 
 from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
+from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption, flag
 from ..kit.texts import GREEN, YELLOW
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server
 
@@ -95,30 +95,24 @@ def gc(
     which: BookieServerOption,
     deadline: WaitDeadline,
     watch: WatchOption,
-    major: Annotated[
-        bool, typer.Option("--major", help="Force a round with major compaction only, or with --minor both.")
-    ] = False,
-    minor: Annotated[
-        bool, typer.Option("--minor", help="Force a round with minor compaction only, or with --major both.")
-    ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the forced round is over.")] = False,
+    major: Annotated[bool, flag("--major", "Force a round with major compaction only, or with --minor both.")] = False,
+    minor: Annotated[bool, flag("--minor", "Force a round with minor compaction only, or with --major both.")] = False,
+    wait: Annotated[bool, flag("--wait", "Wait until the forced round is over.")] = False,
     accept_scoped_deletes: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--accept-scoped-deletes",
-            help="Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at "
+            "Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at "
             "more than half of them. Asks.",
         ),
     ] = False,
     suspend: Annotated[
-        Compactions | None,
-        typer.Option("--suspend", metavar="[major|minor]", help="Suspend major or minor compaction (default: both)."),
+        Compactions | None, flag("--suspend [major|minor]", "Suspend major or minor compaction (default: both).")
     ] = None,
     resume: Annotated[
-        Compactions | None,
-        typer.Option("--resume", metavar="[major|minor]", help="Resume major or minor compaction (default: both)."),
+        Compactions | None, flag("--resume [major|minor]", "Resume major or minor compaction (default: both).")
     ] = None,
-    status: Annotated[bool, typer.Option("--status", help="Only show the state of the collectors.")] = False,
+    status: Annotated[bool, flag("--status", "Only show the state of the collectors.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Collect garbage on a bookie, or control its compaction.
@@ -276,8 +270,8 @@ def compact_locations(
             metavar="DATABASE", help="Compact only these, by their paths on the bookie, as --status shows them."
         ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until compaction ends.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Only show whether compaction runs.")] = False,
+    wait: Annotated[bool, flag("--wait", "Wait until compaction ends.")] = False,
+    status: Annotated[bool, flag("--status", "Only show whether compaction runs.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Compact a bookie's RocksDB of entry locations.

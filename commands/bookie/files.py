@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
@@ -15,7 +13,7 @@ from bkctl.ids import LedgerId
 from ..kit.columns import Row, with_hex
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
-from ..kit.options import number_option
+from ..kit.options import flag, number_option
 from ..kit.records import Directories, DirOption, ShowSecretsOption
 from ..kit.texts import words
 
@@ -97,8 +95,7 @@ def files(
     run: Run,
     directories: Directories = (),
     kind: Annotated[
-        list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="journal, entryLog, index, rocksdb, cookie … or all; repeatable."),
+        list[str] | None, flag("--kind KIND", "journal, entryLog, index, rocksdb, cookie … or all; repeatable.")
     ] = None,
 ) -> None:
     """List the files of a bookie.
@@ -193,10 +190,8 @@ def show(
     which: AnyLedgers,
     entry: Annotated[int | None, number_option("--entry", "Only this entry id.")],
     directories: DirOption = None,
-    meta: Annotated[
-        bool, typer.Option("--meta", help="Show the ledger's record in the index instead of its entries.")
-    ] = False,
-    gaps: Annotated[bool, typer.Option("--gaps", help="Show missing entries that have later ones.")] = False,
+    meta: Annotated[bool, flag("--meta", "Show the ledger's record in the index instead of its entries.")] = False,
+    gaps: Annotated[bool, flag("--gaps", "Show missing entries that have later ones.")] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
     """Show where a bookie has a ledger's entries.

@@ -10,14 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, UsageError
 
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import AnyLedgers
-from ..kit.options import PASSWORD_FILE, DryRun, UndoOption, YesReally, combined, ledger_password, option
+from ..kit.options import PASSWORD_FILE, DryRun, UndoOption, YesReally, combined, flag, ledger_password, option
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
 from .files import index_app
@@ -106,8 +104,8 @@ _GUESSES: Final = (
 @command(index_app, "rebuild", connects=True, changes=True, prints=rows_of(REBUILT_COLUMNS))
 def rebuild_databases(
     run: Run,
-    ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
-    locations: Annotated[bool, typer.Option("--locations", help="Rebuild the databases of entry locations.")] = False,
+    ledgers: Annotated[bool, flag("--ledgers", "Rebuild the databases of ledgers.")] = False,
+    locations: Annotated[bool, flag("--locations", "Rebuild the databases of entry locations.")] = False,
     directories: Directories = (),
     dry_run: DryRun = False,
 ) -> None:
@@ -191,9 +189,7 @@ def regenerate_files(
     which: AnyLedgers,
     password: GivenPassword,
     directories: DirOption = None,
-    all_ledgers: Annotated[
-        bool, typer.Option("--all", help="Every ledger that has an index file, or entries in a log.")
-    ] = False,
+    all_ledgers: Annotated[bool, flag("--all", "Every ledger that has an index file, or entries in a log.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Rebuild index files from entry logs.
@@ -319,15 +315,10 @@ class IndexKind(StrEnum):
 def convert_index(
     run: Run,
     to: Annotated[
-        IndexKind,
-        typer.Option(
-            "--to", metavar="KIND", help="db: DbLedgerStorage; interleaved: index files (Sorted uses them too)."
-        ),
+        IndexKind, flag("--to KIND", "db: DbLedgerStorage; interleaved: index files (Sorted uses them too).")
     ],
     directories: Directories = (),
-    discard_old: Annotated[
-        bool, typer.Option("--discard-old", help="Remove the old index instead of keeping a backup.")
-    ] = False,
+    discard_old: Annotated[bool, flag("--discard-old", "Remove the old index instead of keeping a backup.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Convert a bookie's index to another storage class.
@@ -374,7 +365,7 @@ CONTENTS_COLUMNS = Columns(
 def format_bookie(
     run: Run,
     delete_cookie: Annotated[
-        bool, typer.Option("--delete-cookie", help="Finally delete the bookie's cookie in the metadata store, too.")
+        bool, flag("--delete-cookie", "Finally delete the bookie's cookie in the metadata store, too.")
     ] = False,
     yes_really: YesReally = None,
     dry_run: DryRun = False,
@@ -467,8 +458,7 @@ NEW_BOOKIE_COLUMNS = Columns(
 def init(
     run: Run,
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Only report what prevents it: directories with files, a registration, a cookie."),
+        bool, flag("--check", "Only report what prevents it: directories with files, a registration, a cookie.")
     ] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,

@@ -20,7 +20,7 @@ from ..kit.audit import shown_uri
 from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
-from ..kit.options import DryRun, WatchOption, combined, count_option, duration_option, option
+from ..kit.options import DryRun, WatchOption, combined, count_option, duration_option, flag, option
 from ..kit.texts import GREEN, RED, YELLOW, plain_lines
 from .server import BookieServerOption, Server, ServerChoice, registered_bookie, server
 
@@ -167,7 +167,7 @@ def config(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME", help="Only these settings; * and ? stand for any characters.")
     ] = None,
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print passwords and tokens, too.")] = False,
+    show_secrets: Annotated[bool, flag("--show-secrets", "Print passwords and tokens, too.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Show or change the settings of a running bookie.
@@ -246,13 +246,9 @@ def metrics(
     watch: WatchOption,
     match: Annotated[
         str | None,
-        typer.Option(
-            "--match",
-            metavar="PATTERN",
-            help="Only metrics whose name contains this; with * or ?, it must match the whole name.",
-        ),
+        flag("--match PATTERN", "Only metrics whose name contains this; with * or ?, it must match the whole name."),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Print Prometheus' text as the bookie sent it.")] = False,
+    raw: Annotated[bool, flag("--raw", "Print Prometheus' text as the bookie sent it.")] = False,
 ) -> None:
     """Show a bookie's metrics, one row for each sample.
 

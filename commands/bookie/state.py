@@ -14,7 +14,7 @@ from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable, Unsup
 
 from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of
-from ..kit.options import DryRun, WatchOption
+from ..kit.options import DryRun, WatchOption, flag
 from ..kit.texts import GREEN, RED, YELLOW
 from .server import BOOKIE, URL, BookieServerOption, Patience, Server, WaitDeadline, finder, server
 
@@ -64,9 +64,7 @@ def ready(
     run: Run,
     which: BookieServerOption,
     deadline: WaitDeadline,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the bookie is ready, also while it is down.")
-    ] = False,
+    wait: Annotated[bool, flag("--wait", "Wait until the bookie is ready, also while it is down.")] = False,
 ) -> None:
     """Show whether a bookie serves, for probes.
 

@@ -9,15 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict
 from bkctl.ids import LedgerId, check_bookie_id
 
 from ..kit.columns import Output
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import CopyPace, DryRun, UndoOption
+from ..kit.options import CopyPace, DryRun, UndoOption, flag
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .moves import (
@@ -242,7 +240,7 @@ def decommission(
     deadline: Deadline,
     watch: ProgressOption,
     skip_unrecoverable: SkipUnrecoverable = False,
-    keep_cookie: Annotated[bool, typer.Option("--keep-cookie", help="Keep the bookie's cookie.")] = False,
+    keep_cookie: Annotated[bool, flag("--keep-cookie", "Keep the bookie's cookie.")] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -14,7 +14,7 @@ from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 
 from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of, rows_of
-from ..kit.options import DryRun, UndoOption, WatchOption
+from ..kit.options import DryRun, UndoOption, WatchOption, flag
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from ..kit.values import check_percentage
 from .moves import ManyBookies, bookie_ids
@@ -106,13 +106,9 @@ def list_racks(run: Run) -> None:
 def set_racks(
     run: Run,
     bookies: ManyBookies,
-    rack: Annotated[str, typer.Option("--rack", metavar="RACK", help="The rack: /rack or /region/rack.")],
-    bookie_group: Annotated[
-        str, typer.Option("--group", metavar="NAME", help="Isolation group, for Pulsar's namespaces.")
-    ] = "default",
-    hostname: Annotated[
-        str | None, typer.Option("--hostname", metavar="NAME", help="Host name to note (default: as it is).")
-    ] = None,
+    rack: Annotated[str, flag("--rack RACK", "The rack: /rack or /region/rack.")],
+    bookie_group: Annotated[str, flag("--group NAME", "Isolation group, for Pulsar's namespaces.")] = "default",
+    hostname: Annotated[str | None, flag("--hostname NAME", "Host name to note (default: as it is).")] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -216,7 +212,7 @@ def list_bookies(
     run: Run,
     watch: WatchOption,
     state: Annotated[
-        State, typer.Option("--state", help="rw, ro, down (it has a cookie, but is not registered) or all.")
+        State, flag("--state", "rw, ro, down (it has a cookie, but is not registered) or all.")
     ] = State.ALL,
 ) -> None:
     """List the bookies: state, address, rack, scopes, endpoints.
@@ -303,7 +299,7 @@ def show(
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     watch: WatchOption,
     ledgers: Annotated[
-        bool, typer.Option("--ledgers", help="Count the ledgers on each bookie; reads the metadata of every ledger.")
+        bool, flag("--ledgers", "Count the ledgers on each bookie; reads the metadata of every ledger.")
     ] = False,
 ) -> None:
     """Show bookies with their endpoints, properties and cookie.
@@ -358,12 +354,9 @@ _USAGE_KEYS: Final[dict[UsageOrder, Callable[[BookieSpace], Any]]] = {
 @command(app, "usage", connects=True, examples=("bkctl bookies usage",), prints=rows_of(USAGE_COLUMNS))
 def usage(
     run: Run,
-    sort: Annotated[
-        UsageOrder, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")
-    ] = UsageOrder.BOOKIE,
+    sort: Annotated[UsageOrder, flag("--sort", "Order: bookie, used (fullest first) or free.")] = UsageOrder.BOOKIE,
     threshold: Annotated[
-        float | None,
-        typer.Option("--threshold", metavar="PERCENT", help="Exit with 3 if a bookie has used more than this."),
+        float | None, flag("--threshold PERCENT", "Exit with 3 if a bookie has used more than this.")
     ] = None,
 ) -> None:
     """Show the space on the ledger disks of every bookie.

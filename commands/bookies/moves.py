@@ -14,7 +14,7 @@ from bkctl.ids import LedgerId, check_bookie_id
 from ..kit.activity import Activity
 from ..kit.command import Run
 from ..kit.ledger_options import LEDGERS_BY_OPTION, scope_option
-from ..kit.options import combined, duration_option, watch_option
+from ..kit.options import combined, duration_option, flag, watch_option
 from ..kit.texts import counted, size_text, time_text
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ Deadline = Annotated[
 ]
 SkipUnrecoverable = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--skip-unrecoverable",
-        help="Report ledgers whose entries every other bookie answers to lack, without counting them as failures.",
+        "Report ledgers whose entries every other bookie answers to lack, without counting them as failures.",
     ),
 ]
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
-
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import CopyPace, DryRun, UndoOption
+from ..kit.options import CopyPace, DryRun, UndoOption, flag
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .moves import (
@@ -149,22 +147,15 @@ def recover(
     ledgers: LedgersByOption,
     pace: CopyPace,
     deadline: Deadline,
-    query: Annotated[
-        bool, typer.Option("--query", help="Only show the ledgers on the bookies, from the metadata.")
-    ] = False,
-    skip_open: Annotated[bool, typer.Option("--skip-open", help="Skip ledgers that are OPEN.")] = False,
+    query: Annotated[bool, flag("--query", "Only show the ledgers on the bookies, from the metadata.")] = False,
+    skip_open: Annotated[bool, flag("--skip-open", "Skip ledgers that are OPEN.")] = False,
     skip_unrecoverable: SkipUnrecoverable = False,
     delete_cookie: Annotated[
-        bool,
-        typer.Option("--delete-cookie", help="Delete the bookies' cookies once they hold no entries of any scope."),
+        bool, flag("--delete-cookie", "Delete the bookies' cookies once they hold no entries of any scope.")
     ] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            "--resume",
-            metavar="FILE",
-            help="Record finished ledgers in this file, and skip those that an earlier run recorded.",
-        ),
+        flag("--resume FILE", "Record finished ledgers in this file, and skip those that an earlier run recorded."),
     ] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,

@@ -12,7 +12,7 @@ from bkctl.errors import UsageError
 
 from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import WatchOption, count_option
+from ..kit.options import WatchOption, count_option, flag
 from ..kit.texts import RED, YELLOW, counted
 from .members import find_racks
 from .moves import bookie_ids
@@ -62,10 +62,10 @@ def show_stop_risks(
         list[str] | None, typer.Argument(metavar="BOOKIE", help="The bookies; with --max also none.")
     ] = None,
     for_good: Annotated[
-        bool, typer.Option("--for-good", help="Ask about bookies that would not return, rather than a restart.")
+        bool, flag("--for-good", "Ask about bookies that would not return, rather than a restart.")
     ] = False,
     largest: Annotated[
-        bool, typer.Option("--max", help="List the most bookies that may stop together with these, one rack's first.")
+        bool, flag("--max", "List the most bookies that may stop together with these, one rack's first.")
     ] = False,
 ) -> None:
     """Show which ledgers would suffer if bookies stopped now.

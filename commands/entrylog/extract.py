@@ -12,8 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
@@ -22,7 +20,7 @@ from ..kit.columns import Output, Row
 from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
-from ..kit.options import Entries, EntryIdRange, LedgerPassword, combined, digest_type_option
+from ..kit.options import Entries, EntryIdRange, LedgerPassword, combined, digest_type_option, flag
 from ..kit.records import DirOption
 from ..kit.texts import counted
 from .listing import LogNames, find_logs
@@ -101,24 +99,23 @@ def extract(
     ],
     password: LedgerPassword,
     file: Annotated[
-        Path, typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout.", show_default=False)
+        Path, flag("--file FILE", "The file to write; - is stdout.", "-f", show_default=False)
     ],
     names: LogNames = None,
     directories: DirOption = None,
     form: Annotated[
         ExtractFormat,
-        typer.Option(
-            "--format", metavar="FORMAT", show_default=True,
-            help="log (an entry log, as bookies read it), ndjson (rows as 'entrylog read --body' prints them), or raw "
-            "(the payloads, nothing between them).",
+        flag(
+            "--format FORMAT", "log (an entry log, as bookies read it), ndjson (rows as 'entrylog read --body' prints "
+            "them), or raw (the payloads, nothing between them).", show_default=True,
         ),
     ] = ExtractFormat.LOG,
     all_copies: Annotated[
-        bool, typer.Option("--all-copies", help="Write each copy of an entry, oldest first (default: the last).")
+        bool, flag("--all-copies", "Write each copy of an entry, oldest first (default: the last).")
     ] = False,
     scan: Annotated[
         bool,
-        typer.Option("--scan", help="Read every log, even if its ledgers map does not name the ledger."),
+        flag("--scan", "Read every log, even if its ledgers map does not name the ledger."),
     ] = False,
 ) -> None:  # fmt: skip
     """Write the entries of one ledger to a file.

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
 
 from ..kit.columns import Row, with_hex
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import Composite, combined, text_option
+from ..kit.options import Composite, combined, flag, text_option
 from ..kit.records import DirOption, collect_errors
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .listing import (
@@ -66,8 +64,7 @@ def active(
     directories: DirOption = None,
     every: AllOption = False,
     states: Annotated[
-        list[LedgerLiveness] | None,
-        typer.Option("--state", metavar="STATE", help="Only ledgers that are alive, dead or unknown; repeatable."),
+        list[LedgerLiveness] | None, flag("--state STATE", "Only ledgers that are alive, dead or unknown; repeatable.")
     ] = None,
 ) -> None:
     """Show which ledgers in entry logs are alive.

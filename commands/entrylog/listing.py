@@ -17,7 +17,7 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 from ..kit.columns import Output, Row, RowOrder, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.next_steps import next_column
-from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
+from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, flag
 from ..kit.records import (
     CheckedFiles,
     DirOption,
@@ -64,10 +64,9 @@ class LogOrder(StrEnum):
 
 SortOption = Annotated[
     str,
-    typer.Option(
-        "--sort",
-        metavar="id|size|garbage|age|COLUMN",
-        help="By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists.",
+    flag(
+        "--sort id|size|garbage|age|COLUMN",
+        "By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists.",
     ),
 ]
 
@@ -118,7 +117,7 @@ def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
     return [given.resolve_entry_log(name)]
 
 
-AllOption = Annotated[bool, typer.Option("--all", help="Read all logs of --dir or --conf, as without LOG.")]
+AllOption = Annotated[bool, flag("--all", "Read all logs of --dir or --conf, as without LOG.")]
 
 
 def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | None, every: bool) -> list[Path]:
@@ -339,7 +338,7 @@ def verify(
     pace: ReadPace,
     names: LogNames = None,
     directories: DirOption = None,
-    no_digests: Annotated[bool, typer.Option("--no-digests", help="Check the structure only.")] = False,
+    no_digests: Annotated[bool, flag("--no-digests", "Check the structure only.")] = False,
 ) -> None:
     """Check the records, maps and digests of entry logs.
 

@@ -470,3 +470,9 @@ Entries = Annotated[
         _parsed_option("entry", _parse_entry_id, "--to", metavar="ENTRY", help="Last entry id, inclusive."),
     ),
 ]
+
+
+def flag(text: str, help: str, *more: str, **settings: Any) -> Any:
+    """Return the option `text`, such as `--all` or `--file FILE`; `more` are other flags, `settings` Typer's."""
+    name, _, metavar = text.partition(" ")
+    return typer.Option(name, *more, metavar=metavar or None, help=help, **settings)

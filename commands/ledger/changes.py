@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError
 from bkctl.ids import LedgerId
@@ -19,7 +17,7 @@ from bkctl.pace import Pace
 
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LedgersOrFile, ManyLedgers
-from ..kit.options import DryRun, KeepGoing, UndoOption, pace_option
+from ..kit.options import DryRun, KeepGoing, UndoOption, flag, pace_option
 from ..kit.texts import counted, size_text
 from ..kit.values import tap
 from .columns import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_columns
@@ -49,20 +47,13 @@ def delete(
     ledgers: LedgersOrFile,
     pace: Annotated[Pace, pace_option("Delete at most N ledgers per second.", has_bytes=False)],
     if_state: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--if-state", metavar="STATE", help="Delete only ledgers in this state (else exit code 5); repeatable."
-        ),
+        list[str] | None, flag("--if-state STATE", "Delete only ledgers in this state (else exit code 5); repeatable.")
     ] = None,
-    ignore_missing: Annotated[bool, typer.Option("--ignore-missing", help="Skip ledgers that do not exist.")] = False,
+    ignore_missing: Annotated[bool, flag("--ignore-missing", "Skip ledgers that do not exist.")] = False,
     keep_going: KeepGoing = False,
     backup: Annotated[
         Path | None,
-        typer.Option(
-            "--backup",
-            metavar="FILE",
-            help="Export the metadata first, to a new file or directory, for 'metadata import'.",
-        ),
+        flag("--backup FILE", "Export the metadata first, to a new file or directory, for 'metadata import'."),
     ] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
@@ -171,9 +162,7 @@ RECOVERY_PLAN_COLUMNS = Columns(
 def recover(
     run: Run,
     ledgers: ManyLedgers,
-    accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry.")
-    ] = False,
+    accept_loss: Annotated[bool, flag("--accept-loss", "Close a ledger even if no bookie has its last entry.")] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -6,8 +6,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import FindingsError, UsageError
 from bkctl.ids import LedgerId
@@ -26,6 +24,7 @@ from ..kit.options import (
     UndoOption,
     count_option,
     digest_type_option,
+    flag,
     number_option,
     size_option,
 )
@@ -119,7 +118,7 @@ def try_out(
     size: Annotated[int, size_option("--size", "Bytes of an entry.", default="100")],
     password: LedgerPassword,
     protocol: ProtocolOption,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the ledger.")] = False,
+    keep: Annotated[bool, flag("--keep", "Keep the ledger.")] = False,
 ) -> None:
     """Test the cluster with a temporary ledger.
 
@@ -179,18 +178,11 @@ def copy(
     login: LoginOfTarget,
     to_scope_id: Annotated[int | None, to_scope_option("Ledger scope id of the copy (default: unchanged).")],
     to: Annotated[
-        str | None,
-        typer.Option(
-            "--to", metavar="URI", help="The cluster of the copy, by metadata URI or context:NAME (default: this one)."
-        ),
+        str | None, flag("--to URI", "The cluster of the copy, by metadata URI or context:NAME (default: this one).")
     ] = None,
-    new_id: Annotated[bool, typer.Option("--new-id", help="Generate a ledger id for the copy.")] = False,
-    recover: Annotated[
-        bool, typer.Option("--recover", help="Close an open ledger first; its writer can add no more.")
-    ] = False,
-    open_ledgers: Annotated[
-        bool, typer.Option("--open", help="Copy an open ledger, too, up to its last confirmed entry.")
-    ] = False,
+    new_id: Annotated[bool, flag("--new-id", "Generate a ledger id for the copy.")] = False,
+    recover: Annotated[bool, flag("--recover", "Close an open ledger first; its writer can add no more.")] = False,
+    open_ledgers: Annotated[bool, flag("--open", "Copy an open ledger, too, up to its last confirmed entry.")] = False,
     keep_going: KeepGoing = False,
     undo: UndoOption = None,
 ) -> None:

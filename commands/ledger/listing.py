@@ -9,8 +9,6 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
@@ -23,6 +21,7 @@ from ..kit.options import (
     combined,
     count_option,
     duration_option,
+    flag,
     option,
     size_option,
 )
@@ -113,17 +112,12 @@ def list_ledgers(
     query: QueryOptions,
     limit: Annotated[int | None, count_option("--limit", "List at most N ledgers.")],
     watch: WatchOption,
-    after: Annotated[
-        str | None, typer.Option("--after", metavar="LEDGER", help="List only ledgers after this one.")
-    ] = None,
-    count: Annotated[bool, typer.Option("--count", help="Print only the number of ledgers.")] = False,
+    after: Annotated[str | None, flag("--after LEDGER", "List only ledgers after this one.")] = None,
+    count: Annotated[bool, flag("--count", "Print only the number of ledgers.")] = False,
     by: Annotated[
-        SummedBy | None,
-        typer.Option("--by", help="Print one row an application: its ledgers, bytes and biggest ledger."),
+        SummedBy | None, flag("--by", "Print one row an application: its ledgers, bytes and biggest ledger.")
     ] = None,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Skip metadata that cannot be read (exit code 3 then).")
-    ] = False,
+    keep_going: Annotated[bool, flag("--keep-going", "Skip metadata that cannot be read (exit code 3 then).")] = False,
 ) -> None:
     """List the ledgers of a scope, in order of their ids.
 
@@ -223,7 +217,7 @@ def show(
     run: Run,
     ledgers: ManyLedgers,
     watch: WatchOption,
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print the ledger's password, too.")] = False,
+    show_secrets: Annotated[bool, flag("--show-secrets", "Print the ledger's password, too.")] = False,
 ) -> None:
     """Show the metadata of one ledger, or of several.
 

@@ -6,15 +6,13 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
 from ..bookies.members import find_placement
 from ..kit.command import Run, command, group, rows_of, union
 from ..kit.ledger_options import ManyLedgers
-from ..kit.options import ProtocolOption, number_option
+from ..kit.options import ProtocolOption, flag, number_option
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW
 
@@ -84,10 +82,10 @@ def locate_ledgers(
     entry: Annotated[int | None, number_option("--entry", "Only this entry.")],
     protocol: ProtocolOption,
     check: Annotated[
-        bool, typer.Option("--check", help="Ask each bookie for the first and last entry that it should have.")
+        bool, flag("--check", "Ask each bookie for the first and last entry that it should have.")
     ] = False,
     every_entry: Annotated[
-        bool, typer.Option("--every-entry", help="Ask each bookie for every entry, and print the missing ones.")
+        bool, flag("--every-entry", "Ask each bookie for every entry, and print the missing ones.")
     ] = False,
 ) -> None:
     """Show which bookies hold the entries of a ledger.

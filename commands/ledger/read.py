@@ -9,8 +9,6 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Constant, Kind, base64_text
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -26,6 +24,7 @@ from ..kit.options import (
     ProtocolOption,
     UndoOption,
     count_option,
+    flag,
 )
 from ..kit.terminal import flush
 
@@ -166,21 +165,15 @@ def _write_raw(run: Run, form: EntryBytes, live: bool, entries: Sequence[Any]) -
         flush()
 
 
-TemplateOption = Annotated[
-    str | None, typer.Option("--template", "-f", metavar="TEMPLATE", help=f"Print entries in this form: {FIELDS_HELP}.")
-]
+TemplateOption = Annotated[str | None, flag("--template TEMPLATE", f"Print entries in this form: {FIELDS_HELP}.", "-f")]
 DelimiterOption = Annotated[
-    str | None,
-    typer.Option("--delimiter", metavar="TEXT", help="Write this after each payload of --format raw: '\\n', '\\0'."),
+    str | None, flag("--delimiter TEXT", "Write this after each payload of --format raw: '\\n', '\\0'.")
 ]
-BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads, too.")]
+BodyOption = Annotated[bool, flag("--body", "Print the payloads, too.")]
 AsAdminOption = Annotated[
-    bool,
-    typer.Option(
-        "--as-admin", help="Read with the password in the metadata, as Apache's readledger does; in the audit log."
-    ),
+    bool, flag("--as-admin", "Read with the password in the metadata, as Apache's readledger does; in the audit log.")
 ]
-NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check the entries' digests.")]
+NoVerifyOption = Annotated[bool, flag("--no-verify", "Do not check the entries' digests.")]
 
 
 @command(app, "read", connects=True, changes=("recover", "as_admin"), prints=rows_of(_shown_columns))
@@ -192,10 +185,8 @@ def read(
     last: Annotated[int | None, count_option("--last", "Read the last N entries.")],
     password: LedgerPassword,
     protocol: ProtocolOption,
-    bookie: Annotated[
-        str | None, typer.Option("--bookie", metavar="BOOKIE", help="Read from this bookie only.")
-    ] = None,
-    recover: Annotated[bool, typer.Option("--recover", help="Fence and close the ledger first.")] = False,
+    bookie: Annotated[str | None, flag("--bookie BOOKIE", "Read from this bookie only.")] = None,
+    recover: Annotated[bool, flag("--recover", "Fence and close the ledger first.")] = False,
     no_verify: NoVerifyOption = False,
     body: BodyOption = False,
     format: BinaryFormatOption = None,
@@ -242,7 +233,7 @@ def tail_ledger(
     last: Annotated[int | None, count_option("--last", "Begin with the last N entries (default 10).")],
     password: LedgerPassword,
     protocol: ProtocolOption,
-    start: Annotated[int | None, typer.Option("--from", metavar="ENTRY", help="Begin with this entry.", min=0)] = None,
+    start: Annotated[int | None, flag("--from ENTRY", "Begin with this entry.", min=0)] = None,
     no_verify: NoVerifyOption = False,
     body: BodyOption = False,
     format: BinaryFormatOption = None,

@@ -6,8 +6,6 @@ from collections import Counter
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId, random_u64
@@ -17,7 +15,7 @@ from ..kit.columns import hex_column
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScopeOfAny, scope_option
 from ..kit.next_steps import next_column
-from ..kit.options import DryRun, RecordPace, UndoOption, count_option, pace_option
+from ..kit.options import DryRun, RecordPace, UndoOption, count_option, flag, pace_option
 from ..kit.texts import RED, YELLOW, counted
 from ..kit.values import tap
 
@@ -71,9 +69,7 @@ ORPHAN_COLUMNS = Columns(
 @command(app, "orphans", connects=True, asks=True, changes="delete", prints=rows_of(ORPHAN_COLUMNS))
 def list_orphans(
     run: Run,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Remove the orphans that are REMOVABLE, after asking.")
-    ] = False,
+    delete: Annotated[bool, flag("--delete", "Remove the orphans that are REMOVABLE, after asking.")] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -142,8 +138,7 @@ def idgen(
     limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
     scope: Annotated[int | None, scope_option("Random ids of this scope.")],
     sequence: Annotated[
-        bool,
-        typer.Option("--sequence", help="Take ids of scope 0 from the cluster's generator, which gives no id twice."),
+        bool, flag("--sequence", "Take ids of scope 0 from the cluster's generator, which gives no id twice.")
     ] = False,
 ) -> None:
     """Print new ledger ids.
@@ -179,8 +174,8 @@ def replace_bookie_id(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
     pace: Annotated[Pace, pace_option("Change at most N ledgers per second.", has_bytes=False)],
-    old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
-    new: Annotated[str | None, typer.Option("--to", metavar="BOOKIE", help="The new bookie id.")] = None,
+    old: Annotated[str | None, flag("--from BOOKIE", "The bookie id to replace.")] = None,
+    new: Annotated[str | None, flag("--to BOOKIE", "The new bookie id.")] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -18,7 +18,7 @@ from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsup
 
 from ..kit.columns import Output, Row
 from ..kit.command import Run, command, group, object_of, rows_of
-from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
+from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option, flag
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
 
@@ -74,9 +74,7 @@ def get(
     run: Run,
     path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
     format: BinaryFormatOption = None,
-    show_secrets: Annotated[
-        bool, typer.Option("--show-secrets", help="Print values that hold a ledger password, too.")
-    ] = False,
+    show_secrets: Annotated[bool, flag("--show-secrets", "Print values that hold a ledger password, too.")] = False,
 ) -> None:
     """Show one node: version, creation time, size and value.
 
@@ -146,17 +144,11 @@ def tree(
     path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
     match: Annotated[
         str | None,
-        typer.Option(
-            "--match",
-            metavar="PATTERN",
-            help="Only nodes whose name, or path, matches; * and ? stand for any characters.",
-        ),
+        flag("--match PATTERN", "Only nodes whose name, or path, matches; * and ? stand for any characters."),
     ] = None,
-    contains: Annotated[
-        str | None, typer.Option("--contains", metavar="TEXT", help="Only nodes whose value contains this text.")
-    ] = None,
+    contains: Annotated[str | None, flag("--contains TEXT", "Only nodes whose value contains this text.")] = None,
     totals: Annotated[
-        bool, typer.Option("--totals", help="Show the number of nodes and bytes of each subtree, at every depth.")
+        bool, flag("--totals", "Show the number of nodes and bytes of each subtree, at every depth.")
     ] = False,
 ) -> None:
     """List the nodes of the metadata store below a path.
@@ -232,13 +224,13 @@ def undo_command(
             show_default=False,
         ),
     ] = None,
-    last: Annotated[bool, typer.Option("--last", help="Undo the last command that changed this store.")] = False,
-    list_files: Annotated[bool, typer.Option("--list", help="List the undo files, oldest first.")] = False,
+    last: Annotated[bool, flag("--last", "Undo the last command that changed this store.")] = False,
+    list_files: Annotated[bool, flag("--list", "List the undo files, oldest first.")] = False,
     store_moved: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--store-moved",
-            help="The store of FILE has another URI since, as after an exchange of its hosts. Not for copies.",
+            "The store of FILE has another URI since, as after an exchange of its hosts. Not for copies.",
         ),
     ] = False,
     undo_file: UndoOption = None,

@@ -19,7 +19,7 @@ from ..kit.columns import Output, Row
 from ..kit.command import Access, Run, command, group, object_of, rows_of
 from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOfExport
-from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
+from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag
 from ..kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
@@ -49,10 +49,9 @@ def export(
     ledgers: LedgersOfExport,
     pace: RecordPace,
     file: Annotated[
-        str | None,
-        typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout. It holds ledger passwords."),
+        str | None, flag("--file FILE", "The file to write; - is stdout. It holds ledger passwords.", "-f")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace FILE if it exists.")] = False,
 ) -> None:
     """Export a cluster's metadata to a file.
 
@@ -87,7 +86,7 @@ NAMES_SHOWN_MAX = 10
 #: Kinds of records but how far the ids got, which has no node of its own.
 _SHOWN_KINDS = ("node", "cookie", "mark", "ledger")
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps the old ones.")
+    bool, flag("--overwrite", "Replace records that have another value; the undo file keeps the old ones.")
 ]
 
 
@@ -257,18 +256,13 @@ def migrate(
     *,
     to: Annotated[
         str | None,
-        typer.Option(
-            "--to",
-            metavar="URI",
-            help="The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.",
-        ),
+        flag("--to URI", "The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME."),
     ] = None,
     login: LoginOfTarget,
     pace: RecordPace,
     overwrite: Overwrite = False,
     live: Annotated[
-        bool,
-        typer.Option("--live", help="Copy even while bookies are registered; changes made meanwhile are reported."),
+        bool, flag("--live", "Copy even while bookies are registered; changes made meanwhile are reported.")
     ] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,

@@ -17,7 +17,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
-from ..kit.options import combined, option, parameter
+from ..kit.options import combined, flag, option, parameter
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
 from .page import Section, write_pages
@@ -288,7 +288,7 @@ def check_cluster(run: Run) -> None:
 
 def by_option(help: str) -> Any:
     """Return the option --by."""
-    return typer.Option("--by", metavar="WHAT", help=help)
+    return flag("--by WHAT", help)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

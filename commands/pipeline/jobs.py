@@ -8,8 +8,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Corrupt
 
@@ -18,6 +16,7 @@ from ..entrylog.listing import ratio_text
 from ..kit.columns import hex_column
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
+from ..kit.options import flag
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .common import ForJob, Job, JobResult, LedgersToScan, Sums, by_option, ledger_of, show_result, sums_of
 from .page import Bar, Section, bars, table, top_rows
@@ -42,11 +41,7 @@ LEDGERS, BOOKIES, LOGS, ENTRIES = _integers(
 RANGE = _integers(firstEntryId="FIRST", lastEntryId="LAST", entryCount="ENTRIES", findingCount="FINDINGS")
 SIZE = Column("SIZE", "size", "size", Kind.SIZE)
 SUMS = (ENTRIES, SIZE)
-LOG = (
-    *_integers(logId="LOG"),
-    hex_column("logIdHex", "logIdHex"),
-    Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
-)
+LOG = (*_integers(logId="LOG"), hex_column("logIdHex", "logIdHex"), Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN))
 
 
 class InventoryBy(StrEnum):
@@ -173,10 +168,7 @@ class IntegrityBy(StrEnum):
 
 
 _PROBLEM = Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE)
-_QUORUM = (
-    *_integers(intactCount="INTACT", writeQuorumSize="OF"),
-    Column("STATE", "ledgerState", "ledgerState"),
-)
+_QUORUM = (*_integers(intactCount="INTACT", writeQuorumSize="OF"), Column("STATE", "ledgerState", "ledgerState"))
 _DETAILS = (*_integers(offset=None), Column(None, "detail", "detail"), FILE)
 _NONE = "No findings"
 
@@ -197,7 +189,7 @@ def integrity(
     ledgers: LedgersToScan,
     given: ForJob,
     no_indexes: Annotated[
-        bool, typer.Option("--no-indexes", help="Read entry logs and journals only: for copies without indexes.")
+        bool, flag("--no-indexes", "Read entry logs and journals only: for copies without indexes.")
     ] = False,
     by: Annotated[
         IntegrityBy, by_option("A row for each entry, or for each range of entries by ledger, bookie or log.")

@@ -18,7 +18,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import AnyLedgers, to_scope_option
-from ..kit.options import DryRun, combined, duration_option, option
+from ..kit.options import DryRun, combined, duration_option, flag, option
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
 from .common import PLACES, SparkOptions, bookies_at, check_cluster, connection_options, ledger_of, spark_job
@@ -51,7 +51,7 @@ def extract(
     uri: Annotated[
         str, typer.Argument(metavar="URI", help="Where facts go: a directory, file://, s3://, hdfs:// or gs://.")
     ],
-    full: Annotated[bool, typer.Option("--full", help="Read logs again that were extracted before.")] = False,
+    full: Annotated[bool, flag("--full", "Read logs again that were extracted before.")] = False,
     keep: Annotated[
         float, duration_option("--keep", "Keep superseded files this long, for jobs that read them.", default="1h")
     ],
@@ -138,20 +138,16 @@ def export(
     which: AnyLedgers,
     spark: SparkOptions,
     saves: SaveRows,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace an existing export.")] = False,
     flat: Annotated[
-        bool,
-        typer.Option("--flat", help="Do not create a directory for each scope (default with more than 1,000 scopes)."),
+        bool, flag("--flat", "Do not create a directory for each scope (default with more than 1,000 scopes).")
     ] = False,
-    state: Annotated[
-        list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
-    ] = None,
+    state: Annotated[list[str] | None, flag("--state STATE", "OPEN, IN_RECOVERY or CLOSED; repeatable.")] = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            "--since",
-            metavar="PATH",
-            help="Leave out closed ledgers that a former export has; 'PATH/*' stands for all complete ones there.",
+        flag(
+            "--since PATH",
+            "Leave out closed ledgers that a former export has; 'PATH/*' stands for all complete ones there.",
         ),
     ] = None,
 ) -> None:
@@ -202,10 +198,9 @@ def import_(
     saves: SaveRows,
     password_file: Annotated[
         Path | None,
-        typer.Option(
-            "--password-file",
-            metavar="FILE",
-            help="File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).",
+        flag(
+            "--password-file FILE",
+            "File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).",
         ),
     ] = None,
     dry_run: DryRun = False,

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
+from ..kit.options import flag
 from ..kit.texts import counted, size_text
 from .common import JobOptions, Places, SparkOptions, Sums, read_job, sums_of
 from .jobs import GarbageBy, GarbageResult, IntegrityResult, InventoryBy, InventoryResult, JournalAuditResult
@@ -55,16 +54,12 @@ def report(
     thresholds: ThresholdOptions,
     spark: SparkOptions,
     places: Places,
-    save: Annotated[
-        list[str] | None, typer.Option("--save", metavar="PATH", help="Write the page: NAME.html; repeatable.")
-    ] = None,
+    save: Annotated[list[str] | None, flag("--save PATH", "Write the page: NAME.html; repeatable.")] = None,
     textfile: Annotated[
         Path | None,
-        typer.Option(
-            "--textfile",
-            metavar=f"NAME{_SUFFIX}",
-            help="Write findings and totals for the textfile collector of Prometheus' node_exporter; replaces the "
-            "file.",
+        flag(
+            f"--textfile NAME{_SUFFIX}",
+            "Write findings and totals for the textfile collector of Prometheus' node_exporter; replaces the file.",
         ),
     ] = None,
 ) -> None:
