@@ -109,13 +109,11 @@ STATUS_COLUMNS = Columns(
     Column("VERSION", "version", "space.bookie.version", spare=4),
     Column("TOTAL", "totalSpace", "space.total", Kind.SIZE, spare=3),
     Column("FREE", "freeSpace", "space.free", Kind.SIZE),
-    Column(
-        "USED %", "usedPercent", "space.used_percent", Kind.INTEGER, text=lambda percent: f"{percent:.1f}%"
-    ),
+    Column("USED %", "usedPercent", "space.used_percent", Kind.INTEGER, text=lambda percent: f"{percent:.1f}%"),
     Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER, spare=2),
     Column("PROBLEM", "problem", "problem"),
     key="bookieId",
-)  # fmt: skip
+)
 
 
 @command(app, "status", connects=True, examples=("bkctl cluster status",), prints=rows_of(STATUS_COLUMNS))
@@ -289,7 +287,7 @@ def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVi
 
     return cluster_vitals(
         bookies, partial(_metrics_client, run), wait_s=metrics_wait_s(run), host_of=run.access.bookie_host
-    )  # fmt: skip
+    )
 
 
 @command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))
@@ -360,9 +358,7 @@ def _say_ok(run: Run, unguarded: bool) -> None:
 
 DETAIL_COLUMNS = Columns(
     Column("FINDING", "code", "finding.code"),
-    Column(
-        "SEVERITY", "severity", lambda row: row.finding.severity.value, style={"error": RED, "warning": YELLOW}
-    ),
+    Column("SEVERITY", "severity", lambda row: row.finding.severity.value, style={"error": RED, "warning": YELLOW}),
     Column("SUBJECT", "subject", lambda row: row.finding.subject or None, optional=True),
     Column("WHAT", "message", "finding.message"),
     Column("NEXT", "nextCommand", lambda row: pasted(row.finding.command)),
@@ -377,7 +373,7 @@ DETAIL_COLUMNS = Columns(
     Column("MUTED BY", "mutedBy", value_at("mute.user"), optional=True),
     Column("MUTED UNTIL", "mutedUntil", value_at("mute.until_ms"), Kind.TIME, optional=True),
     key="code",
-)  # fmt: skip
+)
 
 
 @command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",), prints=rows_of(DETAIL_COLUMNS))

@@ -15,7 +15,7 @@ from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, Usage
 
 from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption, flag
+from ..kit.options import DryRun, WatchOption, flag
 from ..kit.texts import GREEN, YELLOW
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server
 
@@ -31,12 +31,8 @@ _FULL_HINT: Final = (
 )
 
 
-class Compactions(StrEnum):
-    """The compactions to suspend or resume."""
-
-    MAJOR = "major"
-    MINOR = "minor"
-    BOTH = BOTH_COMPACTIONS
+#: The compactions to suspend or resume.
+Compactions = StrEnum("Compactions", "MAJOR MINOR BOTH")
 
 
 def _doing(running: str, suspended: str) -> Callable[[Row], str]:
@@ -125,7 +121,7 @@ def gc(
 
     $ bkctl bookie gc --status --bookie-url http://127.0.0.1:8080
     $ bkctl bookie gc --major --wait --bookie-url http://127.0.0.1:8080
-    """  # fmt: skip
+    """
     switches = suspend is not None or resume is not None
     forces = not (switches or status)
     if status and switches:

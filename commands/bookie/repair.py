@@ -304,11 +304,8 @@ CONVERTED_COLUMNS = Columns(
 )
 
 
-class IndexKind(StrEnum):
-    """The form of a bookie's index."""
-
-    DB = "db"
-    INTERLEAVED = "interleaved"
+#: The form of a bookie's index.
+IndexKind = StrEnum("IndexKind", "DB INTERLEAVED")
 
 
 @command(app, "convert", asks=True, changes=True, prints=rows_of(CONVERTED_COLUMNS))

@@ -127,11 +127,8 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
         )
 
 
-class Switch(StrEnum):
-    """The states of a switch."""
-
-    ON = "on"
-    OFF = "off"
+#: The states of a switch.
+Switch = StrEnum("Switch", "ON OFF")
 
 
 READ_ONLY_COLUMNS = Columns(

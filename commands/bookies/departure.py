@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict
-from bkctl.ids import LedgerId, check_bookie_id
+from bkctl.ids import check_bookie_id
 
-from ..kit.columns import Output
+from ..kit.columns import Output, Row
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, DryRun, UndoOption, flag
 from ..kit.output import RowWriter
@@ -40,31 +40,15 @@ if TYPE_CHECKING:
 app = group()
 
 
-class Moving(NamedTuple):
-    """The progress of a decommission or a drain: a row of --watch, beside the steps."""
-
-    message: str
-    entry_count: int
-    size_bytes: int
-    ledger_count: int
-    ledgers_to_move: int
-    bytes_per_second: int
-    seconds_left: int | None
-    kind: str = "progress"
-    result: str = "moving"
-    advice: str | None = None
-    ledger: LedgerId | None = None
-    unreadable: tuple[Any, ...] = ()
-
-
-def _moving(progress: MoveProgress) -> Moving:
+def _moving(progress: MoveProgress) -> Row:
+    """Return the progress of a decommission or a drain: a row of --watch, beside the steps."""
     total = len(progress.plan.ledgers)
-    left_s = progress.left_s
-    return Moving(
-        f"{progress.ledger_count:,} of {counted(total, 'ledger', 'ledgers')}, {100 * progress.share:.0f}%, "
-        f"{progress_text(progress)}",
-        progress.entry_count, progress.size_bytes, progress.ledger_count, total, int(progress.bytes_per_s),
-        None if left_s is None else round(left_s),
+    message = f"{progress.ledger_count:,} of {counted(total, 'ledger', 'ledgers')}, {100 * progress.share:.0f}%, "
+    return Row(
+        kind="progress", result="moving", message=message + progress_text(progress), advice=None, ledger=None,
+        unreadable=(), entry_count=progress.entry_count, size_bytes=progress.size_bytes,
+        ledger_count=progress.ledger_count, ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
+        seconds_left=None if progress.left_s is None else round(progress.left_s),
     )  # fmt: skip
 
 
@@ -127,7 +111,7 @@ class _StepPrinter:
         self._run, self._writer, self._watch_s = run, writer, watch_s
         self.finding_count = 0
 
-    def print(self, step: Step | Moving) -> None:
+    def print(self, step: Step | Row) -> None:
         if self._run.out.output is not Output.ID or step.ledger is not None:
             self._writer.row(step)
 

@@ -155,13 +155,8 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
         run.out.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")
 
 
-class State(StrEnum):
-    """The bookies to list."""
-
-    RW = "rw"
-    RO = "ro"
-    DOWN = "down"
-    ALL = "all"
+#: The bookies to list.
+State = StrEnum("State", "RW RO DOWN ALL")
 
 
 def _address(bookie: Any) -> str | None:
@@ -324,12 +319,8 @@ def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[Row]:
     return rows
 
 
-class UsageOrder(StrEnum):
-    """The order of `bookies usage`."""
-
-    BOOKIE = "bookie"
-    USED = "used"
-    FREE = "free"
+#: The order of `bookies usage`.
+UsageOrder = StrEnum("UsageOrder", "BOOKIE USED FREE")
 
 
 USAGE_COLUMNS = Columns(

@@ -32,12 +32,8 @@ if TYPE_CHECKING:
 app = group()
 
 
-class ExtractFormat(StrEnum):
-    """The form that `extract` writes."""
-
-    LOG = "log"
-    NDJSON = "ndjson"
-    RAW = "raw"
+#: The form that `extract` writes.
+ExtractFormat = StrEnum("ExtractFormat", "LOG NDJSON RAW")
 
 
 LedgerToExtract = Annotated[
@@ -94,30 +90,26 @@ def extract(
     entries: Entries,
     ledger: LedgerToExtract,
     digest_type: Annotated[
-        Any,
-        digest_type_option("Digest type of a ledger of scope 0 (default: from metadata, else found by trying)."),
+        Any, digest_type_option("Digest type of a ledger of scope 0 (default: from metadata, else found by trying).")
     ],
     password: LedgerPassword,
-    file: Annotated[
-        Path, flag("--file FILE", "The file to write; - is stdout.", "-f", show_default=False)
-    ],
+    file: Annotated[Path, flag("--file FILE", "The file to write; - is stdout.", "-f", show_default=False)],
     names: LogNames = None,
     directories: DirOption = None,
     form: Annotated[
         ExtractFormat,
         flag(
-            "--format FORMAT", "log (an entry log, as bookies read it), ndjson (rows as 'entrylog read --body' prints "
-            "them), or raw (the payloads, nothing between them).", show_default=True,
+            "--format FORMAT",
+            "log (an entry log, as bookies read it), ndjson (rows as 'entrylog read --body' prints "
+            "them), or raw (the payloads, nothing between them).",
+            show_default=True,
         ),
     ] = ExtractFormat.LOG,
     all_copies: Annotated[
         bool, flag("--all-copies", "Write each copy of an entry, oldest first (default: the last).")
     ] = False,
-    scan: Annotated[
-        bool,
-        flag("--scan", "Read every log, even if its ledgers map does not name the ledger."),
-    ] = False,
-) -> None:  # fmt: skip
+    scan: Annotated[bool, flag("--scan", "Read every log, even if its ledgers map does not name the ledger.")] = False,
+) -> None:
     """Write the entries of one ledger to a file.
 
     Gathers the entries from all entry logs, in order, and shows which are missing. Only metadata (-u) or --to tells

@@ -53,13 +53,8 @@ LogNames = Annotated[
 ]
 
 
-class LogOrder(StrEnum):
-    """The order of a list of logs."""
-
-    ID = "id"
-    SIZE = "size"
-    GARBAGE = "garbage"
-    AGE = "age"
+#: The order of a list of logs.
+LogOrder = StrEnum("LogOrder", "ID SIZE GARBAGE AGE")
 
 
 SortOption = Annotated[

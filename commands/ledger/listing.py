@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 app = group()
 
 
-class SummedBy(StrEnum):
-    """The fields by which `ledger list` sums ledgers."""
-
-    APPLICATION = "application"
+#: The fields by which `ledger list` sums ledgers.
+SummedBy = StrEnum("SummedBy", "APPLICATION")
 
 
 #: Ledgers and scopes that are counted to say how many there are beside scope 0.

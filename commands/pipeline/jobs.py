@@ -44,21 +44,15 @@ SUMS = (ENTRIES, SIZE)
 LOG = (*_integers(logId="LOG"), hex_column("logIdHex", "logIdHex"), Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN))
 
 
-class InventoryBy(StrEnum):
-    """The words of `inventory --by`, as in bkctl.spark.jobs.inventory, whose import would slow `--help` down."""
-
-    BOOKIE = "bookie"
-    ENTRY_LOG = "entrylog"
-    SCOPE = "scope"
-    LEDGER = "ledger"
-    APPLICATION = "application"
+#: The words of `inventory --by`, as in bkctl.spark.jobs.inventory, whose import would slow `--help` down.
+InventoryBy = StrEnum("InventoryBy", "BOOKIE ENTRYLOG SCOPE LEDGER APPLICATION")
 
 
 INVENTORY_COLUMNS = {
     InventoryBy.BOOKIE: Columns(
         BOOKIE, LOGS, LEDGERS, *SUMS, Column("FILES", "fileSize", "fileSize", Kind.SIZE), key="bookieId"
     ),
-    InventoryBy.ENTRY_LOG: Columns(
+    InventoryBy.ENTRYLOG: Columns(
         BOOKIE, *LOG, LEDGERS, *SUMS, Column("FILE SIZE", "fileSize", "fileSize", Kind.SIZE), FILE, key="file"
     ),
     InventoryBy.SCOPE: Columns(
@@ -133,7 +127,7 @@ class InventoryResult(JobResult):
             frame = self.rows(by)
             blocks.append(bars(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
             blocks.append(table(frame, INVENTORY_COLUMNS[by]))
-        by = InventoryBy.ENTRY_LOG
+        by = InventoryBy.ENTRYLOG
         blocks.append(table(self.rows(by), INVENTORY_COLUMNS[by]))
         return [Section("Inventory", "Bytes and entries in the entry logs; every copy of an entry counts.", blocks)]
 
@@ -158,13 +152,8 @@ _PLOTS: Final[tuple[tuple[str, InventoryBy, Callable[[Any], str]], ...]] = (
 _PROBLEM_STYLE = {"missing": RED, "damaged": RED, "misplaced": RED, "unreadable": RED, "notIndexed": YELLOW}
 
 
-class IntegrityBy(StrEnum):
-    """The words of `integrity --by`."""
-
-    ENTRY = "entry"
-    LEDGER = "ledger"
-    BOOKIE = "bookie"
-    LOG = "log"
+#: The words of `integrity --by`.
+IntegrityBy = StrEnum("IntegrityBy", "ENTRY LEDGER BOOKIE LOG")
 
 
 _PROBLEM = Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE)
@@ -174,13 +163,12 @@ _NONE = "No findings"
 
 INTEGRITY_COLUMNS = {
     IntegrityBy.ENTRY: Columns(
-        LEDGER, *_integers(entryId="ENTRY"), BOOKIE, _PROBLEM, *_QUORUM, *_DETAILS,
-        key="ledger", none=_NONE,
+        LEDGER, *_integers(entryId="ENTRY"), BOOKIE, _PROBLEM, *_QUORUM, *_DETAILS, key="ledger", none=_NONE
     ),
     IntegrityBy.LEDGER: Columns(LEDGER, *RANGE, BOOKIES, _PROBLEM, *_QUORUM, *_DETAILS, key="ledger", none=_NONE),
     IntegrityBy.BOOKIE: Columns(BOOKIE, LEDGER, *RANGE, _PROBLEM, *_QUORUM, *_DETAILS, key="bookieId", none=_NONE),
     IntegrityBy.LOG: Columns(BOOKIE, LEDGER, *RANGE, _PROBLEM, *_QUORUM, *_DETAILS, key="file", none=_NONE),
-}  # fmt: skip
+}
 
 
 @command(app, "integrity", connects=True, examples=("bkctl pipeline integrity",), prints=rows_of(INTEGRITY_COLUMNS))
@@ -212,9 +200,7 @@ def integrity(
 class IntegrityResult(JobResult):
     """The findings of one run."""
 
-    def __init__(
-        self, job: Job, *, ledgers: ScanFilter, indexes: bool = True, held: Frame | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, *, ledgers: ScanFilter, indexes: bool = True, held: Frame | None = None) -> None:
         from bkctl.spark.jobs.integrity import integrity
 
         assert job.connection is not None
@@ -267,12 +253,8 @@ class IntegrityResult(JobResult):
         return [Section("Integrity", ". ".join(self.lines), [plot, found])]
 
 
-class GarbageBy(StrEnum):
-    """The words of `garbage --by`."""
-
-    ENTRY_LOG = "entrylog"
-    BOOKIE = "bookie"
-    LEDGER = "ledger"
+#: The words of `garbage --by`.
+GarbageBy = StrEnum("GarbageBy", "ENTRYLOG BOOKIE LEDGER")
 
 
 _USE = (
@@ -281,7 +263,7 @@ _USE = (
     Column("GARBAGE", "garbageSize", "garbageSize", Kind.SIZE),
 )
 GARBAGE_COLUMNS = {
-    GarbageBy.ENTRY_LOG: Columns(
+    GarbageBy.ENTRYLOG: Columns(
         BOOKIE,
         *LOG,
         *_integers(1, aliveCount="ALIVE", deadCount="DEAD", unknownCount="UNKNOWN"),
@@ -314,7 +296,7 @@ def garbage(
     run: Run,
     thresholds: ThresholdOptions,
     given: ForJob,
-    by: Annotated[GarbageBy, by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRY_LOG,
+    by: Annotated[GarbageBy, by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRYLOG,
 ) -> None:
     """Show live and dead bytes in all bookies' entry logs.
 
@@ -368,7 +350,7 @@ class GarbageResult(JobResult):
 
     def sections(self) -> list[Section]:
         tables = {by: (self.rows(by), GARBAGE_COLUMNS[by]) for by in GarbageBy}
-        bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRY_LOG]
+        bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRYLOG]
         of_bookies = [Bar(row.bookieId, _parts(row)) for row in top_rows(bookies[0])]
         of_logs = [Bar(f"{row.bookieId} {_log_text(row)}", _parts(row)) for row in top_rows(logs[0])]
         blocks = [
@@ -390,14 +372,8 @@ def _log_text(row: Any) -> str:
     return ("scoped/" if row.scoped else "") + (Path(row.file).name if row.logIdHex is None else f"{row.logIdHex}.log")
 
 
-class AuditBy(StrEnum):
-    """The words of `journal-audit --by`."""
-
-    JOURNAL = "journal"
-    ENTRY = "entry"
-    LEDGER = "ledger"
-    BOOKIE = "bookie"
-    LOG = "log"
+#: The words of `journal-audit --by`.
+AuditBy = StrEnum("AuditBy", "JOURNAL ENTRY LEDGER BOOKIE LOG")
 
 
 _STATES = (

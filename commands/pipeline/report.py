@@ -120,9 +120,7 @@ def _check_textfile(path: Path | None) -> None:
         raise NotFound(f"--textfile {path}: the directory {path.absolute().parent} does not exist")
 
 
-def _write_textfile(
-    path: Path, findings: Mapping[str, int], inventory: Iterable[Any], garbage: Iterable[Any]
-) -> None:  # fmt: skip
+def _write_textfile(path: Path, findings: Mapping[str, int], inventory: Iterable[Any], garbage: Iterable[Any]) -> None:
     """Write the findings of each job, rows of inventory and garbage by bookie, and the time. Raises OSError."""
     from bkctl.bookie.metrics import PrometheusText
     from bkctl.disk import atomic_write

@@ -177,7 +177,7 @@ def test_columns_that_repeat_others_leave_a_narrow_table_first(monkeypatch: pyte
         totalSize=14_000, remainingSize=11_000, garbageSize=3_000, usage=0.786, compaction="major",
         reclaimableSize=0, rewrittenSize=0, fromLedgersMap=True, complete=True, file="/data/ledgers/current/c.log",
     )  # fmt: skip
-    header, _ = _printed(GARBAGE_COLUMNS[GarbageBy.ENTRY_LOG], [row], 80, monkeypatch)
+    header, _ = _printed(GARBAGE_COLUMNS[GarbageBy.ENTRYLOG], [row], 80, monkeypatch)
     assert " ".join(header.split()) == "BOOKIE LOG SCOPED ALIVE TOTAL REMAINING GARBAGE USAGE COMPACTION"
 
 
