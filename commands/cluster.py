@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -18,9 +19,9 @@ from .kit.audit import user_name
 from .kit.columns import Output, Row
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
-from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option, flag
+from .kit.options import DryRun, UndoOption, WatchOption, YesReally, combined, duration_option, flag, option
 from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
-from .kit.values import check_percentage
+from .kit.values import percentage
 from .local import down, up
 
 if TYPE_CHECKING:
@@ -70,7 +71,13 @@ def info(run: Run) -> None:
 
 # --- status ---------------------------------------------------------------------------------------------------------
 
-Threshold = Annotated[float, flag("--threshold PERCENT", "Percentage of used disk space that is too much.")]
+THRESHOLD: Final = combined(
+    percentage,
+    option(
+        "threshold", float, "--threshold", metavar="PERCENT", default=90.0,
+        help="Percentage of used disk space that is too much.",
+    ),
+)  # fmt: skip
 #: Ledgers whose metadata `cluster status` reads without --count-ledgers.
 COUNTED_LEDGERS_MAX: Final = 10_000
 #: Ledgers, or marks in larger clusters, whose metadata `cluster health` reads without --ledgers.
@@ -119,7 +126,7 @@ STATUS_COLUMNS = Columns(
 @command(app, "status", connects=True, examples=("bkctl cluster status",), prints=rows_of(STATUS_COLUMNS))
 def status(
     run: Run,
-    threshold: Threshold = 90.0,
+    threshold: Annotated[float, THRESHOLD],
     count_ledgers: Annotated[
         bool | None,
         flag(
@@ -139,7 +146,6 @@ def status(
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
     from bkctl.metadata.cluster import RegisteredBookie
 
-    check_percentage(threshold)
     with run.access.cluster() as cluster:
         cluster.layout()
         members, counts = cluster.bookies.list(), None
@@ -180,29 +186,34 @@ METRICS_WAIT_S: Final = 5.0
 PANEL_STYLES: Final = {"error": "red", "warning": "yellow"}
 
 
-NoBookies = Annotated[bool, flag("--no-bookies", "Read the metadata only, and ask no bookie.")]
-OfLedgers = Annotated[
-    bool,
-    flag(
-        "--ledgers",
-        "Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked ledgers "
-        "and the last audit are the source otherwise.",
-    ),
-]
-StuckAfter = Annotated[
-    float,
-    duration_option("--stuck-after", "The age from which a ledger IN_RECOVERY is a finding: 10m, 1h.", default="10m"),
-]
 Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]
 
 
 class Look(NamedTuple):
     """The options of a look at the health of a cluster."""
 
-    threshold: float
-    no_bookies: bool
-    ledgers: bool
-    stuck_after_s: float
+    stuck_after_s: float = 600.0
+    threshold: float = 90.0
+    no_bookies: bool = False
+    ledgers: bool = False
+
+
+HealthLook = Annotated[
+    Look,
+    combined(
+        Look,
+        duration_option(
+            "--stuck-after", "The age from which a ledger IN_RECOVERY is a finding: 10m, 1h.", default="10m"
+        ),
+        THRESHOLD,
+        option("no_bookies", bool, "--no-bookies", help="Read the metadata only, and ask no bookie.", default=False),
+        option(
+            "ledgers", bool, "--ledgers", default=False,
+            help="Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked "
+            "ledgers and the last audit are the source otherwise.",
+        ),
+    ),
+]  # fmt: skip
 
 
 def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
@@ -291,14 +302,7 @@ def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVi
 
 
 @command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))
-def health(
-    run: Run,
-    watch: WatchOption,
-    stuck_after_s: StuckAfter,
-    threshold: Threshold = 90.0,
-    no_bookies: NoBookies = False,
-    ledgers: OfLedgers = False,
-) -> None:
+def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
     """Show what is wrong with the cluster, and what to do.
 
     Covers bookies, cookies, disks, clocks, the metadata store, ledgers without replicas or in recovery, replication,
@@ -309,32 +313,18 @@ def health(
     $ bkctl cluster health show
     $ bkctl cluster health show --watch
     """
-    from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
-    check_percentage(threshold)
-    muted: list[HealthFinding] = []
-
-    def look() -> list[HealthFinding]:
-        found = find_all(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
-        codes = {mute.code for mute in HealthMutes(cluster).active()}
-        muted[:] = [each for each in found if each.code in codes]
-        return [each for each in found if each.code not in codes]
-
     with run.access.cluster() as cluster:
+        find = partial(_find_open, run, cluster, look)
         if watch is not None:
-            run.out.watch(watch, look, HEALTH_COLUMNS, key=lambda each: (each.code, each.subject))
+            run.out.watch(watch, lambda: find()[0], HEALTH_COLUMNS, key=attrgetter("code", "subject"))
             return
         with run.job.working("Asking the bookies"):
-            findings = look()
+            findings, muted = find()
         unguarded = not findings and not muted and AuditorElection(cluster.store).auditor() is None
     if findings and run.out.draws:
-        from .kit.drawing import panel_text
-
-        for each in findings:
-            title = " ".join(filter(None, (each.severity.value, each.code.value, each.subject)))
-            style = PANEL_STYLES[each.severity.value]
-            run.out.text(panel_text(title, (each.message, each.advice), style=style, color=run.out.color))
+        run.out.text("".join(_panel(each, color=run.out.color) for each in findings))
     elif findings or run.out.output is not Output.TABLE:
         run.out.render(findings, HEALTH_COLUMNS)
     if muted:
@@ -346,6 +336,23 @@ def health(
     elif not findings:
         _say_ok(run, unguarded)
     run.out.finish_with(len(findings), "finding", "findings")
+
+
+def _panel(finding: HealthFinding, *, color: bool) -> str:
+    from .kit.drawing import panel_text
+
+    severity = finding.severity.value
+    title = " ".join(filter(None, (severity, finding.code.value, finding.subject)))
+    return panel_text(title, (finding.message, finding.advice), style=PANEL_STYLES[severity], color=color)
+
+
+def _find_open(run: Run, cluster: Cluster, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
+    """Return the findings, and those that are muted."""
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    found = find_all(run, cluster, look)
+    codes = {mute.code for mute in HealthMutes(cluster).active()}
+    return [each for each in found if each.code not in codes], [each for each in found if each.code in codes]
 
 
 def _say_ok(run: Run, unguarded: bool) -> None:
@@ -377,13 +384,7 @@ DETAIL_COLUMNS = Columns(
 
 
 @command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",), prints=rows_of(DETAIL_COLUMNS))
-def health_detail(
-    run: Run,
-    stuck_after_s: StuckAfter,
-    threshold: Threshold = 90.0,
-    no_bookies: NoBookies = False,
-    ledgers: OfLedgers = False,
-) -> None:
+def health_detail(run: Run, look: HealthLook) -> None:
     """Show each finding with its next command, muted ones too.
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
@@ -391,10 +392,9 @@ def health_detail(
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
-    check_percentage(threshold)
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
-        found = find_all(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
+        found = find_all(run, cluster, look)
         unguarded = not found and AuditorElection(cluster.store).auditor() is None
     rows = [Row(finding=each, mute=mutes.get(each.code)) for each in found]
     if run.out.output is Output.TABLE and run.out.selection.order is None:

@@ -62,7 +62,7 @@ def bundle(
     ):
         found = Bundle(archive, size_max)
         found.json("cluster.json", {"bkctl": __version__, **cluster_info(cluster)._asdict()})
-        findings = find_all(run, cluster, Look(90.0, no_bookies=False, ledgers=False, stuck_after_s=600.0))
+        findings = find_all(run, cluster, Look())
         found.json("health.json", [each._asdict() for each in findings])
         found.json("why.json", explain_all(run, cluster, (each.command for each in findings)))
         add_cluster(found, cluster, partial(metrics_api, run), pause_s=pause_s, wait_s=metrics_wait_s(run))

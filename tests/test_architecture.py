@@ -198,17 +198,16 @@ LARGE_BODIES = {
     "bookie.collection.compact_locations": {"branches"},
     "bookie.repair.regenerate_files": {"long"},
     "bookie.repair.format_bookie": {"branches"},
-    "bookie.settings.config": {"branches"},
+    "bookie.running.config": {"branches"},
     "bookies.stop.show_stop_risks": {"branches"},
     "cluster.status": {"branches"},
-    "cluster.health": {"branches", "function", "loop"},
     "cluster.health_detail": {"loop"},
     "cookie.generate": {"branches"},
     "entrylog.extract.extract": {"branches", "long"},
     "ledger.listing.list_ledgers": {"branches"},
-    "metadata.export.import_": {"long"},
+    "metadata.stores.import_": {"long"},
     "metadata.nodes.undo_command": {"branches"},
-    "metadata.stores.migrate": {"branches", "long"},
+    "metadata.stores.migrate": {"branches"},
 }
 
 

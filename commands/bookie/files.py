@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind, iso_time
@@ -19,7 +21,7 @@ from ..kit.texts import words
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieFile
-    from bkctl.files.index import BookieIndexes, EntryLocation, Gap
+    from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
 index_app = group("Show, check and rebuild the ledger indexes of a bookie.")
@@ -216,28 +218,26 @@ def show(
             run.out.render(_metas(indexes, ledgers, errors, named=which.ledgers is not None), columns)
             run.out.raise_first(errors)
         elif gaps:
-            run.out.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
+            run.out.render(_places(indexes, which.ledgers or [], methodcaller("gaps")), GAP_COLUMNS)
         else:
-            run.out.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
+            find = methodcaller("locations") if entry is None else partial(_location, entry)
+            run.out.render(_places(indexes, which.ledgers or [], find), LOCATION_COLUMNS)
 
 
-def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[IndexRow]:
+def _places(
+    indexes: BookieIndexes, ledgers: list[LedgerId], find: Callable[[LedgerIndex], Iterable[EntryLocation | Gap]]
+) -> Iterator[IndexRow]:
+    for ledger in ledgers:
+        with indexes.open(ledger) as index:
+            for place in find(index):
+                yield IndexRow(ledger, place)
+
+
+def _location(entry_id: int, index: LedgerIndex) -> list[EntryLocation]:
     from bkctl.files.index import EntryLocation
 
-    for ledger in ledgers:
-        with indexes.open(ledger) as index:
-            if entry_id is None:
-                for each in index.locations():
-                    yield IndexRow(ledger, each)
-            elif location := index.location_of(entry_id):
-                yield IndexRow(ledger, EntryLocation(entry_id, location))
-
-
-def _gaps(indexes: BookieIndexes, ledgers: list[LedgerId]) -> Iterator[IndexRow]:
-    for ledger in ledgers:
-        with indexes.open(ledger) as index:
-            for gap in index.gaps():
-                yield IndexRow(ledger, gap)
+    location = index.location_of(entry_id)
+    return [EntryLocation(entry_id, location)] if location else []
 
 
 def _metas(indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import DryRun, UndoOption, WatchOption, flag
 from ..kit.texts import GREEN, RED, YELLOW, size_text
-from ..kit.values import check_percentage
+from ..kit.values import percentage
 from .moves import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:
@@ -159,44 +159,46 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
 State = StrEnum("State", "RW RO DOWN ALL")
 
 
-def _address(bookie: Any) -> str | None:
-    address = bookie.address
+def _address(row: Row) -> str | None:
+    address = row.bookie.address
     if address is None:
         return None
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _scopes(row: Any) -> bool | None:
+def _scopes(row: Row) -> bool | None:
     """Return whether the row's bookie takes scopes, None for one that is down: only a registration says so."""
     return row.bookie.ledger_scopes if row.bookie.state != "down" else None
 
 
-def _endpoints(bookie: Any) -> list[dict[str, Any]]:
+def _endpoints(row: Row) -> list[dict[str, Any]]:
     names = ("id", "protocol", "host", "port", "auth", "extensions")
-    endpoints = () if bookie.info is None else bookie.info.endpoints
+    endpoints = () if row.bookie.info is None else row.bookie.info.endpoints
     return [{name: getattr(endpoint, name) for name in names} for endpoint in endpoints]
+
+
+def _properties(row: Row) -> dict[str, str]:
+    return {} if row.bookie.info is None else dict(row.bookie.info.properties)
 
 
 def _endpoints_text(endpoints: list[dict[str, Any]]) -> str:
     return ", ".join(f"{each['protocol']}://{each['host']}:{each['port']}" for each in endpoints) or "-"
 
 
-BOOKIE_COLUMNS = Columns(
+_BOOKIE: Final = (
     Column("BOOKIE", "bookieId", "bookie.bookie_id"),
     Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
-    Column("ADDRESS", "address", lambda row: _address(row.bookie)),
+)
+_ADDRESS: Final = Column("ADDRESS", "address", _address)
+_SCOPES: Final = Column("SCOPES", "ledgerScopes", _scopes, Kind.BOOLEAN)
+_ENDPOINTS: Final = Column("ENDPOINTS", "endpoints", _endpoints, Kind.NESTED, flexible=True)
+BOOKIE_COLUMNS = Columns(
+    *_BOOKIE,
+    _ADDRESS,
     Column("RACK", "rack", "rack"),
-    Column("SCOPES", "ledgerScopes", _scopes, Kind.BOOLEAN),
-    Column(
-        "ENDPOINTS",
-        "endpoints",
-        lambda row: _endpoints(row.bookie),
-        Kind.NESTED,
-        flexible=True,
-        wraps=True,
-        text=_endpoints_text,
-    ),
+    _SCOPES,
+    _ENDPOINTS.replaced(wraps=True, text=_endpoints_text),
     key="bookieId",
     none="No bookies",
 )
@@ -242,18 +244,11 @@ def _cookie_object(row: Row) -> dict[str, Any] | None:
 
 
 SHOW_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
-    Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
-    Column("ADDRESS", "address", lambda row: _address(row.bookie)),
-    Column("SCOPES", "ledgerScopes", _scopes, Kind.BOOLEAN),
-    Column(
-        "ENDPOINTS", "endpoints", lambda row: _endpoints(row.bookie), Kind.NESTED, flexible=True,
-        text=lambda endpoints: "\n".join(map(_endpoint_line, endpoints)) or "-",
-    ),
-    Column(
-        "PROPERTIES", "properties",
-        lambda row: dict(row.bookie.info.properties) if row.bookie.info is not None else {}, Kind.NESTED,
-    ),
+    *_BOOKIE,
+    _ADDRESS,
+    _SCOPES,
+    _ENDPOINTS.replaced(text=lambda endpoints: "\n".join(map(_endpoint_line, endpoints)) or "-"),
+    Column("PROPERTIES", "properties", _properties, Kind.NESTED),
     Column("COOKIE", "cookie", _cookie_object, Kind.NESTED),
     Column("COOKIE PROBLEM", "cookieError", "cookie_error", optional=True),
     Column("LEDGERS", "ledgerCount", value_at("ledgers.ledger_count"), Kind.INTEGER, optional=True),
@@ -261,7 +256,9 @@ SHOW_COLUMNS = Columns(
     key="bookieId",
 )  # fmt: skip
 SHOW_TABLE_COLUMNS = Columns(
-    *(column for column in SHOW_COLUMNS.columns if column.name in ("bookieId", "state", "address", "ledgerScopes")),
+    *_BOOKIE,
+    _ADDRESS,
+    _SCOPES,
     Column("COOKIE", "cookie", lambda row: row.cookie is not None or None, Kind.BOOLEAN),
     Column("LEDGERS", "ledgerCount", value_at("ledgers.ledger_count"), Kind.INTEGER),
     key="bookieId",
@@ -324,8 +321,7 @@ UsageOrder = StrEnum("UsageOrder", "BOOKIE USED FREE")
 
 
 USAGE_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
-    Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW}),
+    *_BOOKIE,
     Column("TOTAL", "totalSpace", "total", Kind.SIZE),
     Column("FREE", "freeSpace", "free", Kind.SIZE),
     Column("USED", "usedSpace", "used", Kind.SIZE),
@@ -357,7 +353,7 @@ def usage(
     """
     from bkctl.client.disk_space import disk_space
 
-    check_percentage(threshold)
+    percentage(threshold)
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         registered = cluster.bookies.list(include_down=False)
         rows: list[BookieSpace] = []

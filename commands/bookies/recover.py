@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
-from bkctl.columns import TEXTS, Column, Columns, Kind
+from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, DryRun, UndoOption, flag
 from ..kit.output import RowWriter
@@ -31,9 +32,10 @@ from .moves import (
 )
 
 if TYPE_CHECKING:
+    from bkctl.formats.metadata import LedgerState
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
-    from bkctl.replication.holdings import HeldFragment, HeldLedger
+    from bkctl.replication.holdings import HeldFragment
     from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
     from bkctl.replication.resume import ResumeFile
 
@@ -42,23 +44,12 @@ if TYPE_CHECKING:
 app = group()
 
 
-class FragmentRow(NamedTuple):
-    """A fragment on the bookies, for --query and --dry-run.
-
-    A ledger without readable metadata has None in all fields but `ledger` and `problem`.
-    """
-
-    ledger: LedgerId
-    state: str | None = None
-    first_entry_id: int | None = None
-    last_entry_id: int | None = None
-    ensemble: tuple[str, ...] | None = None
-    bookies: tuple[str, ...] | None = None
-    entry_count: int | None = None
-    new_ensemble: tuple[str, ...] | None = None
-    closes: bool | None = None
-    unreadable: Any = ()
-    problem: str | None = None
+def _row(
+    ledger: LedgerId, state: LedgerState | None, fragment: HeldFragment | None, *,
+    plan: PlannedFragment | None = None, problem: str | None = None,
+) -> Row:  # fmt: skip
+    """Return a fragment on the bookies, for --query and --dry-run; no fragment: metadata that is unreadable."""
+    return Row(ledger=ledger, state=state and state.name, fragment=fragment, plan=plan, problem=problem)
 
 
 def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
@@ -70,38 +61,36 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
     columns = [
         Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
         Column("STATE", "state", "state", spare=1),
-        Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER),
-        Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
-        Column("REPLICAS", "entryCount", "entry_count", Kind.INTEGER),
-        Column("ENSEMBLE", "ensemble", "ensemble", Kind.NESTED, shape=TEXTS, text=marked),
-        Column(None, "bookies", "bookies", Kind.NESTED, shape=TEXTS),
+        Column("FIRST ENTRY", "firstEntryId", value_at("fragment.first_entry_id"), Kind.INTEGER),
+        Column("LAST ENTRY", "lastEntryId", value_at("fragment.last_entry_id"), Kind.INTEGER),
+        Column("REPLICAS", "entryCount", value_at("fragment.entry_count"), Kind.INTEGER),
+        Column("ENSEMBLE", "ensemble", value_at("fragment.ensemble"), Kind.NESTED, shape=TEXTS, text=marked),
+        Column(None, "bookies", value_at("fragment.bookies"), Kind.NESTED, shape=TEXTS),
     ]
     if planned:
         columns += [
-            Column("NEW ENSEMBLE", "newEnsemble", "new_ensemble", Kind.NESTED, shape=TEXTS, text=", ".join),
-            Column("CLOSED FIRST", "closesLedger", "closes", Kind.BOOLEAN, style={"yes": YELLOW}),
-            Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
+            Column("NEW ENSEMBLE", "newEnsemble", _new_ensemble, Kind.NESTED, shape=TEXTS, text=", ".join),
+            Column("CLOSED FIRST", "closesLedger", value_at("plan.closes"), Kind.BOOLEAN, style={"yes": YELLOW}),
+            Column(None, "unreadableEntries", _unreadable, Kind.NESTED, optional=True),
         ]
     return Columns(*columns, Column("PROBLEM", "problem", "problem"), key="ledger")
 
 
-def _held_row(held: HeldLedger, fragment: HeldFragment, **more: Any) -> FragmentRow:
-    return FragmentRow(
-        held.ledger, held.metadata.state.name, fragment.first_entry_id, fragment.last_entry_id, fragment.ensemble,
-        fragment.bookies, fragment.entry_count, **more,
-    )  # fmt: skip
+def _new_ensemble(row: Row) -> Sequence[str] | None:
+    return row.plan.new_ensemble if row.plan is not None and row.plan.targets else None
 
 
-def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
+def _unreadable(row: Row) -> list[dict[str, int]] | None:
+    return None if row.plan is None else entry_spans(row.plan.unreadable)
+
+
+def _planned_row(planned: PlannedFragment | LedgerMove) -> Row:
     from bkctl.replication.move_plan import PlannedFragment
 
     if not isinstance(planned, PlannedFragment):
-        state = None if planned.state is None else planned.state.name
-        return FragmentRow(planned.ledger, state, problem=planned.problem)
-    return _held_row(
-        planned.held, planned.fragment, new_ensemble=planned.new_ensemble if planned.targets else None,
-        closes=planned.closes, unreadable=planned.unreadable, problem=planned.problem,
-    )  # fmt: skip
+        return _row(planned.ledger, planned.state, None, problem=planned.problem)
+    held = planned.held
+    return _row(held.ledger, held.metadata.state, planned.fragment, plan=planned, problem=planned.problem)
 
 
 def _moved_columns() -> Columns:
@@ -311,7 +300,7 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
 
     count = damaged = 0
 
-    def rows() -> Iterator[FragmentRow]:
+    def rows() -> Iterator[Row]:
         nonlocal count, damaged
         for ledger, held in ledgers_on(cluster, names, ids):
             count += 1
@@ -319,10 +308,9 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
                 if ids is not None:
                     raise held
                 damaged += 1
-                yield FragmentRow(ledger, problem=held.message)
+                yield _row(ledger, None, None, problem=held.message)
             else:
-                for fragment in held.fragments:
-                    yield _held_row(held, fragment)
+                yield from (_row(ledger, held.metadata.state, fragment) for fragment in held.fragments)
 
     with run.job.working("Looking at the ledgers"):
         run.out.render(rows(), fragment_columns(names, planned=False))
@@ -340,25 +328,25 @@ def _show_plan(
 
     count = problem_count = 0
 
-    async def work(writer: RowWriter) -> None:
-        nonlocal count, problem_count
-        last = last_problem = None  # The fragments of a ledger come together.
-        async with run.access.bookkeeper(cluster) as bookkeeper:
-            mover = BookieMover(bookkeeper, names, skip_open=skip_open)
-            async with aclosing(mover.planned(ids)) as planned:
-                async for each in planned:
-                    row = _planned_row(each)
-                    writer.row(row)
-                    count += row.ledger != last
-                    last = row.ledger
-                    passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable and each.lost
-                    asked_for = skip_open and not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
-                    if row.problem is not None and not passed_over and not asked_for:
-                        problem_count += row.ledger != last_problem
-                        last_problem = row.ledger
+    last = last_problem = None  # The fragments of a ledger come together.
 
-    with run.job.working("Asking the bookies"), run.out.rows(fragment_columns(names, planned=True)) as rows:
-        run.job.complete(work(rows))
+    def take(each: PlannedFragment | LedgerMove) -> None:
+        nonlocal count, problem_count, last, last_problem
+        row = _planned_row(each)
+        writer.row(row)
+        count += row.ledger != last
+        last = row.ledger
+        passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable and each.lost
+        asked_for = skip_open and not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
+        if row.problem is not None and not passed_over and not asked_for:
+            problem_count += row.ledger != last_problem
+            last_problem = row.ledger
+
+    with run.job.working("Asking the bookies"), run.out.rows(fragment_columns(names, planned=True)) as writer:
+        run.job.take_each(
+            run.access.bookkeeper(cluster),
+            lambda bookkeeper: BookieMover(bookkeeper, names, skip_open=skip_open).planned(ids), take,
+        )  # fmt: skip
     run.out.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}")
     run.out.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")
 

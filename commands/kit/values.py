@@ -65,7 +65,8 @@ def tap(rows: Iterable[R], look: Callable[[R], object]) -> Iterator[R]:
         look(row)
 
 
-def check_percentage(threshold: float | None) -> None:
-    """Raise UsageError for a value of --threshold that is not a percentage."""
+def percentage(threshold: float | None) -> float | None:
+    """Return the value of --threshold. Raises UsageError if it is not a percentage."""
     if threshold is not None and not 0 <= threshold <= 100:
         raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
+    return threshold
