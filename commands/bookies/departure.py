@@ -18,9 +18,9 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, DryRun, UndoOption, flag
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
-from .moves import (
+from .members import OneBookie
+from .recover import (
     Deadline,
-    OneBookie,
     ProgressOption,
     SkipUnrecoverable,
     entry_spans,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
+from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable, UsageError
+from bkctl.ids import check_bookie_id
 
 from ..kit.columns import Row
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import DryRun, UndoOption, WatchOption, flag
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from ..kit.values import percentage
-from .moves import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
@@ -27,8 +27,18 @@ if TYPE_CHECKING:
 
 app = group()
 
+ManyBookies = Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")]
+OneBookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 racks_app = group("Show and change the racks of bookies.")
 app.add_typer(racks_app, name="racks")
+
+
+def bookie_ids(texts: Sequence[str]) -> list[str]:
+    """Return the named bookies; commas separate several in one text, as in Apache's shell."""
+    names = dict.fromkeys(name for text in texts for name in text.split(",") if name)
+    if not names:
+        raise UsageError("No bookie is named", hint="'bkctl bookies list' shows them")
+    return [check_bookie_id(name) for name in names]
 
 
 #: The rack of a bookie: `source` is "metadata", "script", or None where the bookie has no rack.

@@ -14,8 +14,7 @@ from ..kit.columns import Row
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption, count_option, flag
 from ..kit.texts import RED, YELLOW, counted
-from .members import find_racks
-from .moves import bookie_ids
+from .members import bookie_ids, find_racks
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster

@@ -20,8 +20,7 @@ from ..kit.ledger_options import LedgersOrFile, ManyLedgers
 from ..kit.options import DryRun, KeepGoing, UndoOption, flag, pace_option
 from ..kit.texts import counted, size_text
 from ..kit.values import tap
-from .columns import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_columns
-from .listing import parse_states
+from .listing import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_columns, parse_states
 
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss, RecoveryPlan

@@ -18,7 +18,7 @@ from bkctl.metadata.ledger_columns import ledger_row
 from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import LedgerToCreate, NewLedger
 from ..kit.options import CustomMetadata, LedgerPassword, LedgerShape, LedgerSizes, ProtocolOption, size_option
-from .columns import LEDGER_COLUMNS
+from .listing import LEDGER_COLUMNS
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper

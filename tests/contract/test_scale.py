@@ -20,7 +20,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
 from bkctl.commands.kit.output import RowWriter, open_writer
-from bkctl.commands.ledger.columns import LEDGER_COLUMNS
+from bkctl.commands.ledger.listing import LEDGER_COLUMNS
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
