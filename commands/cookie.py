@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -44,18 +44,16 @@ BookieOrConf = Annotated[
 FileArgument = Annotated[Path, file_argument("The cookie, as 'cookie generate' writes it.")]
 
 
-class CookieRow(NamedTuple):
-    """A cookie and its place: a directory, or None for the metadata store."""
-
-    bookie_id: str | None
-    place: str | None
-    cookie: Cookie | None
-    version: int | None
-    error: str | None
+def _row(
+    bookie_id: str | None, found: Cookie | BkctlError, *, place: str | None = None, version: int | None = None
+) -> Row:
+    """Return a cookie, or the problem with it, and its place: a directory, or None for the metadata store."""
+    error = str(found) if isinstance(found, BkctlError) else None
+    return Row(bookie_id=bookie_id, place=place, cookie=None if error else found, version=version, error=error)
 
 
 def _part(title: str, name: str, attribute: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
-    def get(row: CookieRow) -> Any:
+    def get(row: Row) -> Any:
         value = None if row.cookie is None else getattr(row.cookie, attribute)
         return list(value) if isinstance(value, tuple) else value
 
@@ -94,14 +92,14 @@ def list_cookies(run: Run) -> None:
     run.out.finish_with(sum(row.error is not None for row in rows), "cookie cannot be read", "cookies cannot be read")
 
 
-def _stored_row(cluster: Cluster, bookie_id: str) -> CookieRow | None:
+def _stored_row(cluster: Cluster, bookie_id: str) -> Row | None:
     """Return a bookie's cookie in the store, or the problem with it; None without one. Raises Unreachable."""
     from bkctl.metadata.store import attempt
 
     found = attempt(cluster.cookies.read, bookie_id)
     if isinstance(found, BkctlError):
-        return CookieRow(bookie_id, None, None, None, str(found))
-    return None if found is None else CookieRow(bookie_id, None, found.value, found.version, None)
+        return _row(bookie_id, found)
+    return None if found is None else _row(bookie_id, found.value, version=found.version)
 
 
 @command(app, "show", connects=True, prints=object_of(COOKIE_COLUMNS) + rows_of(COOKIE_COLUMNS))
@@ -137,7 +135,7 @@ def show(
         run.out.raw(b"".join(data for _, data, _, _ in found))
         return
     cookies = [(place, Cookie.parse(data, where), version) for place, data, version, where in found]
-    rows = [CookieRow(bookie or cookie.bookie_id, place, cookie, version, None) for place, cookie, version in cookies]
+    rows = [_row(bookie or each.bookie_id, each, place=place, version=version) for place, each, version in cookies]
     if len(rows) == 1:
         run.out.show(rows[0], COOKIE_COLUMNS)
     else:
@@ -181,17 +179,18 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
-    """Return bytes of a cookie file for that bookie, and the cookie."""
+#: For a cookie that is to be stored.
+_RENAME: Final = "such a bookie could not start; 'bkctl cookie rename' changes an id"
+
+
+def _cookie_in(path: Path, *bookies: str, hint: str = _RENAME) -> tuple[bytes, Cookie]:
+    """Return bytes of a cookie file, and the cookie. Raises UsageError if it is of none of the bookies."""
     from bkctl.formats.metadata import Cookie
 
     data = _read(path)
     cookie = Cookie.parse(data, str(path))
-    if cookie.bookie_id != bookie:
-        raise UsageError(
-            f"{path} is the cookie of bookie {cookie.bookie_id}, not of {bookie}",
-            hint="such a bookie could not start; 'bkctl cookie rename' changes an id",
-        )
+    if cookie.bookie_id not in bookies:
+        raise UsageError(f"{path} is the cookie of bookie {cookie.bookie_id}, not of {', '.join(bookies)}", hint=hint)
     return data, cookie
 
 
@@ -217,7 +216,7 @@ def create(
         if not dry_run:
             with run.consent.recorded(cluster, undo) as recorded:
                 version = recorded.store.put(path, data, NEW)
-    run.out.show(CookieRow(bookie, None, cookie, version, None), COOKIE_COLUMNS)
+    run.out.show(_row(bookie, cookie, version=version), COOKIE_COLUMNS)
 
 
 CHANGE_COLUMNS = Columns(
@@ -278,6 +277,8 @@ def delete(
     $ bkctl cookie delete 10.0.0.1:3181 --dry-run
     """
     from bkctl.bookie.cookies import check_not_registered, remove_cookies
+    from bkctl.formats.metadata import Cookie
+    from bkctl.metadata.store import attempt
     from bkctl.repair.holding import hold
 
     with run.access.cluster() as cluster:
@@ -285,7 +286,8 @@ def delete(
         check_not_registered(cluster, bookies)
         with run.job.working("Looking at the ledgers"):
             _check_not_named(cluster, bookies)
-        files = [_cookie_of(path, bookies) for path in _version_files(dir)]
+        hint = "name that bookie, or drop it"
+        files = [(path, _cookie_in(path, *bookies, hint=hint)[1]) for path in _version_files(dir)]
         if not dry_run:
             places = f" and {len(files)} directories" if files else ""
             run.consent.confirm(
@@ -295,19 +297,9 @@ def delete(
             paths = [path for path, _ in files]
             with hold([path.parent for path in paths], note=run.out.note), run.consent.undo(cluster, undo) as kept:
                 remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, kept)
-        stored = [_row_of(bookie, found.value, found.version) for bookie, found in nodes.items()]
-        local = [CookieRow(cookie.bookie_id, str(path), cookie, None, None) for path, cookie in files]
+        read = (_row(name, attempt(Cookie.parse, node.value), version=node.version) for name, node in nodes.items())
+        stored, local = list(read), [_row(cookie.bookie_id, cookie, place=str(path)) for path, cookie in files]
         run.out.render([*stored, *local], COOKIE_COLUMNS)
-
-
-def _cookie_of(path: Path, bookies: list[str]) -> tuple[Path, Cookie]:
-    """Return a cookie file and its cookie. Raises UsageError if it is of none of the bookies."""
-    from bkctl.formats.metadata import Cookie
-
-    cookie = Cookie.parse(_read(path), str(path))
-    if cookie.bookie_id not in bookies:
-        raise UsageError(f"{path} is the cookie of bookie {cookie.bookie_id}", hint="name that bookie, or drop it")
-    return path, cookie
 
 
 def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
@@ -338,15 +330,6 @@ def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
     if unreadable:
         problem += f"; the metadata of {counted(unreadable, 'ledger', 'ledgers')} that may name it is unreadable"
     raise Conflict(problem, hint="'bkctl bookies decommission' copies them to other bookies, and deletes the cookie")
-
-
-def _row_of(bookie: str, data: bytes, version: int | None) -> CookieRow:
-    from bkctl.formats.metadata import Cookie
-
-    try:
-        return CookieRow(bookie, None, Cookie.parse(data), version, None)
-    except BkctlError as error:
-        return CookieRow(bookie, None, None, version, str(error))
 
 
 def _directories_option(kind: str) -> Composite:
@@ -397,7 +380,7 @@ def generate(
         return
     with open(file, "xb") as stream:
         stream.write(data)
-    run.out.show(CookieRow(bookie_id, str(file), cookie, None, None), COOKIE_COLUMNS)
+    run.out.show(_row(bookie_id, cookie, place=str(file)), COOKIE_COLUMNS)
 
 
 EXPANDED_COLUMNS = Columns(

@@ -32,6 +32,7 @@ from .recover import (
 )
 
 if TYPE_CHECKING:
+    from bkctl.client.ledger import BookKeeper
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
     from bkctl.replication.departure import Decommission, Drain, Step
@@ -174,18 +175,16 @@ def _depart(
         with run.out.rows(_step_columns(run, plan), live=True) as writer:
             steps = _StepPrinter(run, writer, watch_s)
 
-            async def look() -> bool:
-                async with run.access.bookkeeper(cluster) as bookkeeper:
-                    departure = create(bookkeeper, bookie, plan)
-                    async with aclosing(departure.check(probe=dry_run)) as found:
-                        async for step in found:
-                            steps.take(step)
-                    return departure.forbidden
+            async def look(bookkeeper: BookKeeper) -> bool:
+                departure = create(bookkeeper, bookie, plan)
+                async with aclosing(departure.check(probe=dry_run)) as found:
+                    async for step in found:
+                        steps.take(step)
+                return departure.forbidden
 
-            async def set_read_only() -> Step:
-                async with run.access.bookkeeper(cluster) as bookkeeper:
-                    departure = Drain(bookkeeper, bookie, plan)
-                    return await departure.set_read_only(partial(_set_read_only, run), run.access.timeout_s)
+            async def set_read_only(bookkeeper: BookKeeper) -> Step:
+                departure = Drain(bookkeeper, bookie, plan)
+                return await departure.set_read_only(partial(_set_read_only, run), run.access.timeout_s)
 
             async def work() -> None:
                 for step in done:
@@ -197,7 +196,7 @@ def _depart(
                         await steps.follow(found, progress)
 
             with run.job.working("Asking the bookies"):
-                stays = run.job.complete(look()) or dry_run
+                stays = run.job.ask(run.access.bookkeeper(cluster), look) or dry_run
             if not stays:
                 run.consent.confirm(texts.question(plan))
                 steps.finding_count = 0
@@ -205,7 +204,7 @@ def _depart(
                 if create is Drain:
                     left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
                     with run.job.working(f"Making {bookie} read-only", left=left):
-                        done.append(run.job.complete(set_read_only()))
+                        done.append(run.job.ask(run.access.bookkeeper(cluster), set_read_only))
                 total = len(plan.ledgers) or None
                 with (
                     run.consent.recorded(cluster, undo) as recorded,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -133,7 +133,7 @@ def import_(
     $ bkctl metadata import cluster.ndjson --dry-run
     """
     from bkctl.metadata.admin.dump.export_file import ExportFile
-    from bkctl.metadata.admin.dump.importing import ImportSummary, import_records, prepare_target
+    from bkctl.metadata.admin.dump.importing import ImportSummary, prepare_target
     from bkctl.metadata.uri import parse_uri
 
     with _import_file(path) as kept, ExportFile(kept) as source:
@@ -155,22 +155,10 @@ def import_(
             if is_new and dry_run:
                 show_imported(run, ImportSummary(counts))
                 return
-            total = counts.total()
-            with (
-                nullcontext(target) if is_new else run.consent.recorded(target, undo) as recorded,
-                run.job.working(
-                    "Importing", total=total, unit="records", pace=pace,
-                    left="imported metadata stays: run the command again to continue",
-                ) as activity,
-            ):  # fmt: skip
-                imported = import_records(
-                    source.records(),
-                    recorded,
-                    overwrite=overwrite,
-                    dry_run=dry_run,
-                    pace=pace,
-                    progress=activity.update,
-                )
+            recorded = nullcontext(target) if is_new else run.consent.recorded(target, undo)
+            imported = _fill(
+                run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=dry_run
+            )
     show_imported(run, imported)
     if imported.conflicts:
         shown = imported.conflicts[:NAMES_SHOWN_MAX]
@@ -179,6 +167,21 @@ def import_(
             f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
             hint="--overwrite replaces them",
         )
+
+
+def _fill(
+    run: Run, label: str, recorded: AbstractContextManager[Cluster], source: DumpSource, total: int | None, pace: Pace,
+    **how: bool,
+) -> ImportSummary:  # fmt: skip
+    """Import the records of `source`: `total`, if that is known."""
+    from bkctl.metadata.admin.dump.importing import import_records
+
+    left = "written metadata stays: run the command again to continue"
+    with (
+        recorded as target,
+        run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity,
+    ):
+        return import_records(source.records(), target, pace=pace, progress=activity.update, **how)
 
 
 @contextmanager
@@ -278,7 +281,7 @@ def migrate(
 
     $ bkctl metadata migrate --to sqlite:///metadata.db --dry-run
     """
-    from bkctl.metadata.admin.dump.importing import import_records, prepare_target
+    from bkctl.metadata.admin.dump.importing import prepare_target
     from bkctl.metadata.admin.dump.sources import ClusterSource
 
     if to is None:
@@ -304,15 +307,8 @@ def migrate(
         if overwrite and not dry_run and not plan.is_new:
             run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
         prepare_target(target, source, dry_run=dry_run)
-        with (
-            nullcontext(target) if plan.is_new else run.consent.recorded(target, undo, elsewhere=True) as recorded,
-            run.job.working(
-                "Copying", unit="records", pace=pace, left="copied metadata stays: run the command again to continue"
-            ) as activity,
-        ):
-            imported = import_records(
-                source.records(), recorded, overwrite=overwrite, dry_run=dry_run, pace=pace, progress=activity.update
-            )
+        recorded = nullcontext(target) if plan.is_new else run.consent.recorded(target, undo, elsewhere=True)
+        imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=dry_run)
         differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
     between = f"between {source_cluster.uri} and {target.uri}"
