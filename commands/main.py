@@ -88,35 +88,19 @@ class RootGroup(Group):
             self.commands[name] = Command(name=name, help=text, callback=None, rich_markup_mode=None)
         self._loaded: set[str] = set()
 
-    def load_program(self) -> None:
-        """Load the commands without a group."""
-        if not self._loaded >= PROGRAM.keys():
-            app: typer.Typer = import_module(".program", __package__).app
-            self.commands.update(typer.main.get_group(app).commands)
-            self._loaded |= PROGRAM.keys()
-
-    def load(self, name: str) -> Group:
-        """Return the group `name` with its commands."""
-        if name not in self._loaded:
-            app: typer.Typer = import_module(f".{name.replace('-', '_')}", __package__).app
-            app.info.name, app.info.help = name, GROUPS[name]
-            self.commands[name] = typer.main.get_group(app)
-            self._loaded.add(name)
-        group = self.commands[name]
-        assert isinstance(group, Group)
-        return group
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the group or command that `args` begin with, loaded."""
-        if args and args[0] in GROUPS:
-            self.load(args[0])
-        elif args and args[0] in PROGRAM:
-            self.load_program()
-        elif args:
-            name, *words = args
-            if path := find_plugins(os.environ, name).get(name):
-                return name, Plugin(name, path), words
-        return super().resolve_command(ctx, args)
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the group or command of this name, loaded, else the plugin of this name; None without either."""
+        name = cmd_name
+        if name in self.commands and name not in self._loaded:
+            module = "program" if name in PROGRAM else name.replace("-", "_")
+            app: typer.Typer = import_module(f".{module}", __package__).app
+            app.info.name, app.info.help = name, GROUPS.get(name)
+            loaded = typer.main.get_group(app)
+            self.commands.update(loaded.commands if name in PROGRAM else {name: loaded})
+            self._loaded |= PROGRAM.keys() if name in PROGRAM else {name}
+        elif name not in self.commands and (path := find_plugins(os.environ, name).get(name)):
+            return Plugin(name, path)
+        return self.commands.get(name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the groups and commands, then the plugins."""
@@ -257,10 +241,7 @@ def _other_command(path: list[str], name: str, context: Any) -> str | None:
     """Return our command for `name` in the group `path`: a guess, of a name of Apache's tools, or of another group."""
     from .translations import find_elsewhere, guess, translate
 
-    tree = root()
-    for group in GROUPS:
-        tree.load(group)
-    known = list(_command_names(tree, ()))
+    known = list(_command_names(root(), ()))
     words = context.find_root().obj.words
     behind = words[words.index(name) + 1 :] if name in words else []
     ours = guess([*path, name, *behind], known) or translate([*path, name])
@@ -271,8 +252,9 @@ def _other_command(path: list[str], name: str, context: Any) -> str | None:
     return f"did you mean {names}?" if found else None
 
 
-def _command_names(group: Group, path: tuple[str, ...]) -> Iterator[str]:
-    for name, each in group.commands.items():
+def _command_names(group: Any, path: tuple[str, ...]) -> Iterator[str]:
+    for name in [*group.commands]:
+        each = group.get_command(None, name)
         if isinstance(each, Group):
             yield from _command_names(each, (*path, name))
         elif not each.hidden:

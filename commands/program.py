@@ -116,6 +116,6 @@ def print_completion(
     Load it in the shell's start-up file: `source <(bkctl completion bash)` in ~/.bashrc, `source <(bkctl completion
     zsh)` in ~/.zshrc, `bkctl completion fish | source` in ~/.config/fish/config.fish.
     """
-    from .generate import completion_script
+    from .kit.completion import SCRIPTS
 
-    out.text(completion_script(shell.value))
+    out.text(SCRIPTS[shell.value])
