@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -91,9 +91,9 @@ class Page(NamedTuple):
         return " ".join(self.path)
 
     @property
-    def commands(self) -> Iterator[Page]:
+    def commands(self) -> list[Page]:
         """The commands below this page, in order."""
-        return (each for each in self.walk() if not each.children)
+        return [each for each in self.walk() if not each.children]
 
     def walk(self) -> Iterator[Page]:
         """Yield this page and all below it, in order."""
@@ -162,49 +162,41 @@ def _man_command(leaf: Page) -> Iterator[str]:
         yield ".fi"
 
 
+def _man_terms(terms: Iterable[tuple[object, str]], font: str = "B") -> Iterator[str]:
+    return (f".TP\n\\f{font}{_troff(str(term))}\\fR\n{_troff(text)}" for term, text in terms)
+
+
 def man_page(tree: Page, group: Page | None, version: str) -> str:
     """Return one page in troff: the program's, or that of a group."""
-    name = "bkctl" if group is None else f"bkctl-{group.path[0]}"
     page = tree if group is None else group
+    name = "bkctl" if group is None else f"bkctl-{group.name}"
     summary = page.help.split("\n")[0].rstrip(".")
-    lines = [
-        f'.TH "{_troff(name.upper())}" "1" "" "bkctl {version}" "bkctl Manual"',
-        ".SH NAME",
-        f"{_troff(name)} \\- {_troff(summary[:1].lower() + summary[1:])}",
-        ".SH SYNOPSIS",
-        f"\\fB{_troff('bkctl' if group is None else 'bkctl ' + group.name)}\\fR [\\fIOPTIONS\\fR] \\fICOMMAND\\fR ...",
-    ]
+    sections: dict[str, Iterable[str]] = {
+        "NAME": [f"{_troff(name)} \\- {_troff(summary[:1].lower() + summary[1:])}"],
+        "SYNOPSIS": [f"\\fB{_troff(' '.join(['bkctl', *page.path]))}\\fR [\\fIOPTIONS\\fR] \\fICOMMAND\\fR ..."],
+    }
+    commands = [line for leaf in (tree.leaves if group is None else group.commands) for line in _man_command(leaf)]
     if group is None:
-        lines.append(".SH DESCRIPTION")
-        lines.extend(_man_paragraphs(_DESCRIPTION))
-        lines.append(".SH GROUPS")
-        lines.extend(f".TP\n\\fB{_troff(f'bkctl-{each.name}')}\\fR(1)\n{_troff(each.help)}" for each in tree.groups)
-        lines.append(".SH COMMANDS")
-        for leaf in tree.leaves:
-            lines.extend(_man_command(leaf))
-        lines.append(".SH OPTIONS")
-        lines.extend(_man_options(tree.options))
-        lines.append(".SH ENVIRONMENT")
-        for variable, text in _ENVIRONMENT:
-            lines.append(f".TP\n\\fB{_troff(variable)}\\fR\n{_troff(text)}")
-        lines.append(".SH FILES")
-        lines.append(f".PP\n{_troff(_FILES_KEPT)}")
-        for path, text in _FILES:
-            lines.append(f".TP\n\\fI{_troff(path)}\\fR\n{_troff(text)}")
+        sections |= {
+            "DESCRIPTION": _man_paragraphs(_DESCRIPTION),
+            "GROUPS": [f".TP\n\\fB{_troff(f'bkctl-{each.name}')}\\fR(1)\n{_troff(each.help)}" for each in tree.groups],
+            "COMMANDS": commands,
+            "OPTIONS": _man_options(tree.options),
+            "ENVIRONMENT": _man_terms(_ENVIRONMENT),
+            "FILES": [f".PP\n{_troff(_FILES_KEPT)}", *_man_terms(_FILES, "I")],
+        }
     else:
-        lines.append(".SH COMMANDS")
-        for leaf in group.commands:
-            lines.extend(_man_command(leaf))
-        lines.append(".SH OPTIONS")
-        lines.append(
-            f".PP\n{_troff('Connection and output options, as --output and --metadata-uri, are in')} \\fBbkctl\\fR(1)."
-        )
-    lines.append(".SH EXIT STATUS")
-    for code, meaning in EXIT_CODES.items():
-        lines.append(f".TP\n\\fB{code}\\fR\n{_troff(meaning)}")
-    others = ["bkctl(1)"] if group is not None else []
-    others += [f"bkctl-{child.name}(1)" for child in tree.groups if child is not group]
-    lines += [".SH SEE ALSO", ", ".join(f"\\fB{_troff(each[:-3])}\\fR(1)" for each in others)]
+        options = _troff("Connection and output options, as --output and --metadata-uri, are in")
+        sections |= {"COMMANDS": commands, "OPTIONS": [f".PP\n{options} \\fBbkctl\\fR(1)."]}
+    others = [f"bkctl-{child.name}" for child in tree.groups if child is not group]
+    seen = others if group is None else ["bkctl", *others]
+    sections |= {
+        "EXIT STATUS": _man_terms(EXIT_CODES.items()),
+        "SEE ALSO": [", ".join(f"\\fB{_troff(each)}\\fR(1)" for each in seen)],
+    }
+    lines = [f'.TH "{_troff(name.upper())}" "1" "" "bkctl {version}" "bkctl Manual"']
+    for title, content in sections.items():
+        lines += [f".SH {title}", *content]
     return "\n".join(lines) + "\n"
 
 
@@ -231,43 +223,41 @@ bkctl keeps these for each user. Uninstalling bkctl leaves them: delete them by 
 # --- docs/commands.md -----------------------------------------------------------------------------------------------
 
 
-def _markdown_options(options: tuple[Option, ...]) -> Iterator[str]:
+def _markdown_table(head: str, rows: Iterable[tuple[object, str]]) -> list[str]:
+    return [f"| {head} |", "| --- | --- |", *(f"| {term} | {text} |" for term, text in rows), ""]
+
+
+def _markdown_options(options: Iterable[Option]) -> list[str]:
+    rows = []
     for option in options:
-        head = ", ".join(option.names) or option.metavar
         metavar = f" {option.metavar}" if option.metavar and option.names else ""
-        text = option.help.replace("|", BAR).replace("<", "&lt;")
-        yield f"| `{f'{head}{metavar}'.replace('|', BAR)}` | {text} |"
+        head = f"{', '.join(option.names) or option.metavar}{metavar}".replace("|", BAR)
+        rows.append((f"`{head}`", option.help.replace("|", BAR).replace("<", "&lt;")))
+    return _markdown_table("option |", rows) if rows else []
 
 
-def _markdown_command(leaf: Page) -> Iterator[str]:
-    yield from (f"### bkctl {leaf.name}", "", f"    {leaf.usage}", "")
-    for paragraph in leaf.help.split("\n\n"):
-        yield from (" ".join(paragraph.split()), "")
-    if leaf.arguments or leaf.own_options:
-        yield from ("| option | |", "| --- | --- |")
-        yield from (*_markdown_options(leaf.arguments), *_markdown_options(leaf.own_options), "")
-    if leaf.examples:
-        yield from ("Examples:", "", *(f"    {example}" for example in leaf.examples), "")
+def _markdown_paragraphs(text: str) -> list[str]:
+    return [line for paragraph in text.split("\n\n") for line in (" ".join(paragraph.split()), "")]
+
+
+def _markdown_command(leaf: Page) -> list[str]:
+    lines = [f"### bkctl {leaf.name}", "", f"    {leaf.usage}", "", *_markdown_paragraphs(leaf.help)]
+    lines += _markdown_options([*leaf.arguments, *leaf.own_options])
+    return lines + (["Examples:", "", *(f"    {each}" for each in leaf.examples), ""] if leaf.examples else [])
 
 
 def markdown(tree: Page) -> str:
     """Return the reference of all commands."""
-    lines = ["# Commands", "", "Generated by `python -m bkctl.commands.generate`.", ""]
-    for paragraph in _DESCRIPTION.split("\n\n"):
-        lines += [paragraph, ""]
-    lines += ["## Options of every command", "", "| option | |", "| --- | --- |"]
-    lines += [*_markdown_options(tree.options), ""]
-    lines += ["## Exit codes", "", "| code | meaning |", "| --- | --- |"]
-    lines += [*(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()), ""]
-    lines += ["## Files", "", _FILES_KEPT, "", "| path | |", "| --- | --- |"]
-    lines += [*(f"| `{path}` | {text} |" for path, text in _FILES), ""]
-    lines += ["## bkctl", ""]
-    for leaf in tree.leaves:
-        lines += _markdown_command(leaf)
+    lines = [
+        "# Commands", "", "Generated by `python -m bkctl.commands.generate`.", "", *_markdown_paragraphs(_DESCRIPTION),
+        "## Options of every command", "", *_markdown_options(tree.options),
+        "## Exit codes", "", *_markdown_table("code | meaning", EXIT_CODES.items()),
+        "## Files", "", _FILES_KEPT, "", *_markdown_table("path |", ((f"`{path}`", text) for path, text in _FILES)),
+        "## bkctl", "", *(line for leaf in tree.leaves for line in _markdown_command(leaf)),
+    ]  # fmt: skip
     for group in tree.groups:
         lines += [f"## {group.name}", "", group.help, ""]
-        for leaf in group.commands:
-            lines += _markdown_command(leaf)
+        lines += [line for leaf in group.commands for line in _markdown_command(leaf)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The root of the command line: groups, the options before them, and the one place that turns errors into codes."""
+"""The root of the command line: groups, plugins, the options before them, and how errors become codes and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, Signature
@@ -25,9 +26,8 @@ from .kit.audit import run_result
 from .kit.columns import Output
 from .kit.options import option
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
-from .kit.plugins import Plugin, find_plugins
-from .kit.session import Session
-from .kit.settings import global_parameters, read_options
+from .kit.session import SESSION_FLAGS, Session
+from .kit.settings import SETTINGS, global_parameters, read_options
 from .kit.terminal import ClosedOutput, continue_without_stdout, discard, flush, say
 from .kit.texts import plain
 from .kit.values import parse_switch
@@ -75,6 +75,56 @@ OS_ERROR_EXIT_CODES: Final[dict[int, int]] = {
 
 # typer.BadParameter → … → ClickException: the base of every usage error of the parser.
 _ParserError: Final[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+#: A program of this prefix on the PATH is a command.
+PLUGIN_PREFIX: Final = "bkctl-"
+_PLUGIN_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+
+def find_plugins(environment: Mapping[str, str], wanted: str | None = None) -> dict[str, str]:
+    """Return name → path of the plugins on the PATH, sorted by name; only `wanted` if that is given.
+
+    Of two programs with one name, the first on the PATH counts. Relative directories of the PATH are skipped.
+    """
+    found: dict[str, str] = {}
+    for directory in dict.fromkeys(filter(os.path.isabs, environment.get("PATH", "").split(os.pathsep))):
+        with suppress(OSError):
+            files = os.listdir(directory) if wanted is None else [PLUGIN_PREFIX + wanted]
+            for file in [file for file in files if file.startswith(PLUGIN_PREFIX)]:
+                name = file.removeprefix(PLUGIN_PREFIX)
+                path = os.path.join(directory, file)
+                if _PLUGIN_NAME.fullmatch(name) and os.path.isfile(path) and os.access(path, os.X_OK):
+                    found.setdefault(name, path)
+    return dict(sorted(found.items()))
+
+
+class Plugin(Command):
+    """A command that is a program of its own: it gets the words behind its name, as they are.
+
+    Options before the name reach it as BKCTL_ variables, so that bkctl within it uses the same cluster.
+    """
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name=name, callback=None, add_help_option=False, rich_markup_mode=None)
+        self._path = path
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Keep all words."""
+        ctx.args = list(args)
+        return ctx.args
+
+    def invoke(self, ctx: Any) -> Any:
+        """Replace this process with the program. Raises OSError."""
+        session: Session = ctx.find_root().obj
+        given = {f"BKCTL_{field.upper()}": "1" for field in SESSION_FLAGS.values() if getattr(session, field)}
+        for setting in SETTINGS:
+            value = getattr(session.globals, setting.field)
+            if setting.variable is not None and value:
+                given[setting.variable] = setting.type.write(value)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(self._path, [self._path, *ctx.args], os.environ | given)
 
 
 class RootGroup(Group):

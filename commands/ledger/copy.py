@@ -13,7 +13,7 @@ from bkctl.errors import UsageError
 
 from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
 from ..kit.connection import LoginOfTarget
-from ..kit.ledger_options import LedgersOrFile, to_scope_option
+from ..kit.ledger_options import LedgersOrFile, scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
 from ..kit.output import RowWriter
 
@@ -67,7 +67,7 @@ def copy(
     ],
     pace: CopyPace,
     login: LoginOfTarget,
-    to_scope_id: Annotated[int | None, to_scope_option("Ledger scope id of the copy (default: unchanged).")],
+    to_scope_id: Annotated[int | None, scope_option("Ledger scope id of the copy (default: unchanged).", "--to-scope")],
     to: Annotated[
         str | None,
         typer.Option(
