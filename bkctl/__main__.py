@@ -12,10 +12,10 @@ def main() -> None:
     """Run the command line of this process and exit."""
     end_at_once()
     if "_BKCTL_COMPLETE" in os.environ:
-        # A press of a key waits for it: without the parser.
         from bkctl.commands.kit.completion import complete
+        from bkctl.commands.main import root
 
-        complete(os.environ["_BKCTL_COMPLETE"], sys.argv[1:])
+        complete(root(), os.environ["_BKCTL_COMPLETE"], sys.argv[1:])
     from bkctl.commands.main import main as run_command_line
 
     run_command_line()

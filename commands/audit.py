@@ -99,13 +99,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 @command(
-    app,
-    "list",
-    prints=rows_of(AUDIT_COLUMNS),
-    examples=(
-        "bkctl audit list",
-        "bkctl audit list --since 1d --failed",
-    ),
+    app, "list", prints=rows_of(AUDIT_COLUMNS), examples=("bkctl audit list", "bkctl audit list --since 1d --failed")
 )
 def list_runs(
     out: Printer,
@@ -138,8 +132,7 @@ def _is_after(each: AuditedRun, earliest: float | None) -> bool:
 
 @command(app, "show", examples=("bkctl audit show last",), prints=object_of(AUDIT_COLUMNS))
 def show(
-    out: Printer,
-    name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")],
+    out: Printer, name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")]
 ) -> None:
     """Show one run: who, when, what, its result and its undo file."""
     runs = _runs()

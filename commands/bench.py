@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import AsyncIterator
-from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
-
-import typer
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
@@ -16,7 +14,17 @@ from bkctl.errors import BkctlError, UsageError
 from .kit.columns import Output
 from .kit.command import Run, command, group, rows_of
 from .kit.ledger_options import NewLedger, scope_option
-from .kit.options import LedgerShape, LedgerSizes, ProtocolOption, combined, count_option, duration_option, size_option
+from .kit.options import (
+    Composite,
+    LedgerShape,
+    LedgerSizes,
+    ProtocolOption,
+    combined,
+    count_option,
+    duration_option,
+    option,
+    size_option,
+)
 from .kit.terminal import terminal_width
 from .kit.texts import CYAN, RESET, counted
 from .ledger.write import create_ledger
@@ -27,6 +35,9 @@ if TYPE_CHECKING:
     from bkctl.client.read_handle import ReadHandle
     from bkctl.client.write_handle import WriteHandle
     from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster
+
+    from .kit.activity import Activity
 
 app = group()
 
@@ -36,15 +47,24 @@ MARK = {"application": b"bkctl-bench"}
 _BAR_WIDTH, _LINE_WIDTH = 40, 28
 
 
+class Benchmark(NamedTuple):
+    """The ledgers of a benchmark, the bytes of their entries, and the load."""
+
+    ledger_count: int
+    entry_size: int
+    scope_id: int | None
+    shape: LedgerSizes
+    load: Load
+    protocol: Any
+    in_random_order: bool = False
+
+
 class BenchRow(NamedTuple):
     """One operation of a benchmark: how it was run, and what came out."""
 
     operation: str
     result: LoadResult
-    load: Load
-    ledger_count: int
-    entry_size: int
-    shape: LedgerSizes
+    bench: Benchmark
 
 
 def _latency(title: str | None, name: str, percent: float) -> Column:
@@ -78,34 +98,19 @@ BENCH_COLUMNS = Columns(
     _latency("P99.9", "p999Milliseconds", 99.9),
     _latency("MAX", "maxMilliseconds", 100),
     Column(None, "seconds", lambda row: round(row.result.elapsed_s, 3), Kind.INTEGER),
-    Column(None, "entrySize", "entry_size", Kind.SIZE),
-    Column(None, "ledgerCount", "ledger_count", Kind.INTEGER),
-    Column(None, "batchCount", "load.batch_count", Kind.INTEGER),
-    Column(None, "inFlightCount", "load.in_flight_count", Kind.INTEGER),
-    Column(None, "rateLimit", "load.entries_per_s", Kind.INTEGER),
-    Column(None, "ensembleSize", "shape.ensemble_size", Kind.INTEGER),
-    Column(None, "writeQuorumSize", "shape.write_quorum_size", Kind.INTEGER),
-    Column(None, "ackQuorumSize", "shape.ack_quorum_size", Kind.INTEGER),
-    Column(None, "digestType", lambda row: row.shape.digest_type.name),
+    Column(None, "entrySize", "bench.entry_size", Kind.SIZE),
+    Column(None, "ledgerCount", "bench.ledger_count", Kind.INTEGER),
+    Column(None, "batchCount", "bench.load.batch_count", Kind.INTEGER),
+    Column(None, "inFlightCount", "bench.load.in_flight_count", Kind.INTEGER),
+    Column(None, "rateLimit", "bench.load.entries_per_s", Kind.INTEGER),
+    Column(None, "ensembleSize", "bench.shape.ensemble_size", Kind.INTEGER),
+    Column(None, "writeQuorumSize", "bench.shape.write_quorum_size", Kind.INTEGER),
+    Column(None, "ackQuorumSize", "bench.shape.ack_quorum_size", Kind.INTEGER),
+    Column(None, "digestType", lambda row: row.bench.shape.digest_type.name),
     Column(None, "batches", "result.latencies.count", Kind.INTEGER),
     Column(None, "histogram", _histogram, Kind.NESTED),
     key="operation",
 )  # fmt: skip
-
-
-class LedgersToMake(NamedTuple):
-    """The ledgers of a benchmark, and the bytes of their entries."""
-
-    ledger_count: int
-    scope_id: int
-    entry_size: int
-
-
-def _ledgers_to_make(ledger_count: int, entry_size: int, scope_id: int | None) -> LedgersToMake:
-    from bkctl.client.streams import check_entry_size
-
-    check_entry_size(entry_size, "--size")
-    return LedgersToMake(ledger_count, scope_id or 0, entry_size)
 
 
 def _load(entry_count: int | None, *settings: Any) -> Load:
@@ -120,25 +125,33 @@ def _load_of_adds(entry_count: int | None, duration_s: float | None, *settings: 
     return _load(entry_count, duration_s, *settings)
 
 
-Ledgers = Annotated[
-    LedgersToMake,
-    combined(
-        _ledgers_to_make,
+def _options(load: Callable[..., Load], *more: Any) -> Composite:
+    return combined(
+        Benchmark,
         count_option("--ledgers", "Ledgers to use at the same time.", default=1),
         size_option("--size", "Bytes of an entry.", default="1KiB"),
         scope_option("Scope of the ledgers (default 0)."),
+        LedgerShape,
+        combined(
+            load,
+            count_option("--entries", "Entries in all ledgers together (default 10000)."),
+            duration_option("--duration", "Run for this long, instead of for --entries."),
+            count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10),
+            count_option("--in-flight", "Batches in flight for each ledger.", default=10),
+            count_option("--rate", "At most this many entries a second."),
+        ),
+        ProtocolOption,
+        *more,
+    )
+
+
+Adds = Annotated[Benchmark, _options(_load_of_adds)]
+Reads = Annotated[
+    Benchmark,
+    _options(
+        _load, option("random", bool, "--random", default=False, help="Read at random positions instead of in order.")
     ),
 ]
-_LOAD_OPTIONS: Final = (
-    count_option("--entries", "Entries in all ledgers together (default 10000)."),
-    duration_option("--duration", "Run for this long, instead of for --entries."),
-    count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10),
-    count_option("--in-flight", "Batches in flight for each ledger.", default=10),
-    count_option("--rate", "At most this many entries a second."),
-)
-LoadOption = Annotated[Any, combined(_load, *_LOAD_OPTIONS)]
-LoadOfAdds = Annotated[Any, combined(_load_of_adds, *_LOAD_OPTIONS)]
-InRandomOrder = Annotated[bool, typer.Option("--random", help="Read at random positions instead of in order.")]
 
 
 @command(
@@ -147,18 +160,15 @@ InRandomOrder = Annotated[bool, typer.Option("--random", help="Read at random po
     connects=True,
     changes=True,
     prints=rows_of(BENCH_COLUMNS),
-    examples=(
-        "bkctl bench adds",
-        "bkctl bench adds --duration 5s --rate 500 --batch 1",
-    ),
+    examples=("bkctl bench adds", "bkctl bench adds --duration 5s --rate 500 --batch 1"),
 )
-def adds(run: Run, ledgers: Ledgers, shape: LedgerShape, load: LoadOfAdds, protocol: ProtocolOption) -> None:
+def adds(run: Run, bench: Adds) -> None:
     """Measure adds to temporary ledgers.
 
     Adds random entries, batch by batch, and deletes the ledgers. Prints the rate, percentiles of the time until a batch
     is acknowledged, and on a terminal a histogram. With --rate, the time counts from when a batch is due.
     """
-    _measure(run, ledgers, shape, load, protocol, "adds")
+    _measure(run, bench, "adds")
 
 
 @command(
@@ -167,25 +177,15 @@ def adds(run: Run, ledgers: Ledgers, shape: LedgerShape, load: LoadOfAdds, proto
     connects=True,
     changes=True,
     prints=rows_of(BENCH_COLUMNS),
-    examples=(
-        "bkctl bench reads",
-        "bkctl bench reads --random --batch 1 --ledgers 4",
-    ),
+    examples=("bkctl bench reads", "bkctl bench reads --random --batch 1 --ledgers 4"),
 )
-def reads(
-    run: Run,
-    ledgers: Ledgers,
-    shape: LedgerShape,
-    load: LoadOption,
-    protocol: ProtocolOption,
-    in_random_order: InRandomOrder = False,
-) -> None:
+def reads(run: Run, bench: Reads) -> None:
     """Measure reads from temporary ledgers.
 
     Writes --entries entries first, which is not measured, reads them batch by batch, and deletes the ledgers. With
     --duration, starts again after the last entry. Prints what 'bench adds' prints.
     """
-    _measure(run, ledgers, shape, load, protocol, "reads", in_random_order=in_random_order)
+    _measure(run, bench, "reads")
 
 
 @command(
@@ -194,71 +194,53 @@ def reads(
     connects=True,
     changes=True,
     prints=rows_of(BENCH_COLUMNS),
-    examples=(
-        "bkctl bench mixed",
-        "bkctl bench mixed --duration 5s --ledgers 2 -o json",
-    ),
+    examples=("bkctl bench mixed", "bkctl bench mixed --duration 5s --ledgers 2 -o json"),
 )
-def mixed(
-    run: Run,
-    ledgers: Ledgers,
-    shape: LedgerShape,
-    load: LoadOption,
-    protocol: ProtocolOption,
-    in_random_order: InRandomOrder = False,
-) -> None:
+def mixed(run: Run, bench: Reads) -> None:
     """Measure adds and reads at the same time.
 
     Reads ledgers written before, as 'bench reads' does, while other ledgers are written as 'bench adds' does: --entries
     and --rate count for each of the two. Deletes the ledgers, and prints a row for adds and one for reads.
     """
-    _measure(run, ledgers, shape, load, protocol, "adds", "reads", in_random_order=in_random_order)
+    _measure(run, bench, "adds", "reads")
 
 
-def _measure(
-    run: Run,
-    ledgers: LedgersToMake,
-    shape: LedgerSizes,
-    load: Load,
-    protocol: Any,
-    *operations: str,
-    in_random_order: bool = False,
-) -> None:
-    import asyncio
+def _measure(run: Run, bench: Benchmark, *operations: str) -> None:
+    from bkctl.client.streams import check_entry_size
 
-    from bkctl.client.benchmark import add_entries, read_entries
-
-    async def work() -> list[LoadResult]:
-        async with run.access.bookkeeper(cluster, protocol) as bookkeeper, temporary_ledgers(run, bookkeeper) as made:
-            readers = []
-            if "reads" in operations:
-                readers = await _written(bookkeeper, made, ledgers, shape, load)
-            writers = []
-            if "adds" in operations:
-                writers = [await _create(bookkeeper, made, ledgers, shape) for _ in range(ledgers.ledger_count)]
-            activity.update(0, load.entry_count * len(operations) if load.duration_s is None else None)
-            loads = {
-                "adds": lambda: add_entries(writers, ledgers.entry_size, load, activity.advance),
-                "reads": lambda: read_entries(readers, load, activity.advance, in_random_order=in_random_order),
-            }
-            tasks = [asyncio.create_task(loads[operation]()) for operation in operations]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
+    check_entry_size(bench.entry_size, "--size")
     with run.access.cluster() as cluster, run.job.working("Measuring", unit="entries") as activity:
-        results = run.job.complete(work())
-    rows = [
-        BenchRow(operation, result, load, ledgers.ledger_count, ledgers.entry_size, shape)
-        for operation, result in zip(operations, results, strict=True)
-    ]
+        results = run.job.complete(_apply(run, cluster, bench, operations, activity))
+    rows = [BenchRow(operation, result, bench) for operation, result in zip(operations, results, strict=True)]
     run.out.render(rows, BENCH_COLUMNS)
     if run.out.output in (Output.TABLE, Output.WIDE) and sys.stdout.isatty():
         for row in rows:
             run.out.text(histogram_text(row.operation, row.result.latencies, color=run.out.color))
+
+
+async def _apply(
+    run: Run, cluster: Cluster, bench: Benchmark, operations: Sequence[str], activity: Activity
+) -> list[LoadResult]:
+    from asyncio import create_task, gather
+
+    from bkctl.client.benchmark import add_entries, read_entries
+
+    load = bench.load
+    async with run.access.bookkeeper(cluster, bench.protocol) as client, temporary_ledgers(run, client) as made:
+        readers = await _written(client, made, bench) if "reads" in operations else []
+        writers = await _create(client, made, bench) if "adds" in operations else []
+        activity.update(0, load.entry_count * len(operations) if load.duration_s is None else None)
+        loads = {
+            "adds": lambda: add_entries(writers, bench.entry_size, load, activity.advance),
+            "reads": lambda: read_entries(readers, load, activity.advance, in_random_order=bench.in_random_order),
+        }
+        tasks = [create_task(loads[operation]()) for operation in operations]
+        try:
+            return await gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -287,27 +269,23 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
         await run_to_end(delete())
 
 
-async def _create(
-    bookkeeper: BookKeeper, made: list[LedgerId], ledgers: LedgersToMake, shape: LedgerSizes
-) -> WriteHandle:
-    handle = await create_ledger(bookkeeper, NewLedger(None, ledgers.scope_id), shape, b"", MARK)
-    made.append(handle.ledger)
-    return handle
+async def _create(bookkeeper: BookKeeper, made: list[LedgerId], bench: Benchmark) -> list[WriteHandle]:
+    writers = []
+    for _ in range(bench.ledger_count):
+        writers.append(await create_ledger(bookkeeper, NewLedger(None, bench.scope_id or 0), bench.shape, b"", MARK))
+        made.append(writers[-1].ledger)
+    return writers
 
 
-async def _written(
-    bookkeeper: BookKeeper, made: list[LedgerId], ledgers: LedgersToMake, shape: LedgerSizes, load: Load
-) -> list[ReadHandle]:
-    """Return closed ledgers that hold the entries of `load`, at least one each, opened for reading."""
+async def _written(bookkeeper: BookKeeper, made: list[LedgerId], bench: Benchmark) -> list[ReadHandle]:
+    """Return closed ledgers that hold the entries of the load, at least one each, opened for reading."""
     from bkctl.client.benchmark import add_entries
 
-    writers = [await _create(bookkeeper, made, ledgers, shape) for _ in range(ledgers.ledger_count)]
-    share = -(-load.entry_count // len(writers))
+    share = -(-bench.load.entry_count // bench.ledger_count)
+    load = bench.load._replace(entry_count=share, duration_s=None, entries_per_s=None)
     found = []
-    for writer in writers:
-        await add_entries([writer], ledgers.entry_size, load._replace(
-            entry_count=share, duration_s=None, entries_per_s=None
-        ))  # fmt: skip
+    for writer in await _create(bookkeeper, made, bench):
+        await add_entries([writer], bench.entry_size, load)
         await writer.close()
         found.append(await bookkeeper.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id))
     return found
@@ -315,12 +293,8 @@ async def _written(
 
 def _step(microseconds: int) -> int:
     """Return the smallest 1, 2 or 5 times a power of ten that is not below `microseconds`."""
-    unit = 1
-    while True:
-        for step in (unit, 2 * unit, 5 * unit):
-            if microseconds <= step:
-                return step
-        unit *= 10
+    steps: Iterator[int] = (step * 10**power for power in count() for step in (1, 2, 5))
+    return next(step for step in steps if microseconds <= step)
 
 
 def histogram_text(title: str, latencies: Latencies, *, color: bool) -> str:
@@ -332,8 +306,8 @@ def histogram_text(title: str, latencies: Latencies, *, color: bool) -> str:
     most = max((count for _, count in steps), default=0)
     width = max(min(_BAR_WIDTH, terminal_width() - _LINE_WIDTH), 1)
     lines = [f"\nLatency of {title}, in batches:"]
-    for step, count in steps:
-        bar = "█" * max(round(count / most * width), 1)
+    for step, size in steps:
+        bar = "█" * max(round(size / most * width), 1)
         shown = f"{CYAN}{bar}{RESET}" if color else bar
-        lines.append(f"  up to {_ms(step / 1000):>8}  {shown}{' ' * (width - len(bar))}  {count:,}")
+        lines.append(f"  up to {_ms(step / 1000):>8}  {shown}{' ' * (width - len(bar))}  {size:,}")
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ from .kit.command import Access, Consent, Printer, command, group, object_of, ro
 from .kit.connection import context_connection, context_names
 from .kit.contexts import Contexts
 from .kit.options import OldName
-from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
+from .kit.settings import CONTEXT_SETTINGS, GlobalOptions, Setting
 from .kit.texts import GREEN
 
 app = group()
@@ -39,18 +39,16 @@ def _column(setting: Setting) -> Column:
         given = getattr(row.options, setting.field)
         return setting.to_toml(given) if given else None
 
-    match setting.type:
-        case ValueType.ADDRESSES:
-            return Column(f"{title}ES", f"{name}es", value, Kind.NESTED, optional=True, text=", ".join)
-        case ValueType.SWITCH:
-            return Column(title, name, value, Kind.BOOLEAN, optional=True)
-    return Column(title, name, value, optional=setting.field != "metadata_uri")
+    if setting.type.absent == ():
+        return Column(f"{title}ES", f"{name}es", value, Kind.NESTED, optional=True, text=", ".join)
+    kind = Kind.BOOLEAN if setting.type.option is bool else Kind.TEXT
+    return Column(title, name, value, kind, optional=setting.field != "metadata_uri")
 
 
 CONTEXT_COLUMNS = Columns(
     Column("CONTEXT", "name", "name"),
     Column("CURRENT", "current", "is_current", Kind.BOOLEAN, style={"yes": GREEN}),
-    *map(_column, context_settings()),
+    *map(_column, CONTEXT_SETTINGS),
     key="name",
 )
 LIST_COLUMNS = Columns(*CONTEXT_COLUMNS.columns[:3], key="name", none="No contexts; 'bkctl context add' makes one")
@@ -118,7 +116,7 @@ def add(
             "A context keeps no login or TLS in its URI",
             hint="give --metadata-user and --metadata-password-file, --metadata-tls-ca …",
         )
-    given = {setting.field: getattr(options, setting.field) for setting in context_settings()}
+    given = {setting.field: getattr(options, setting.field) for setting in CONTEXT_SETTINGS}
     kept: dict[str, Any] = {
         name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()
     }

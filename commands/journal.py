@@ -35,7 +35,6 @@ from .kit.values import tap
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
-    from bkctl.files.journal_check import JournalCheck
     from bkctl.files.journal_statistics import JournalStatistics
     from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
@@ -45,7 +44,11 @@ app = group()
 
 def file_key(file: BookieFile) -> str:
     """Return the id that names the file again: a decimal, `scoped/5` in the scoped id space."""
-    return f"scoped/{file.id}" if file.scoped else str(file.id)
+    return _key(file.id, file)
+
+
+def _key(file_id: object, row: Any) -> str:
+    return f"scoped/{file_id}" if row.scoped else str(file_id)
 
 
 JournalNames = Annotated[
@@ -109,8 +112,7 @@ def read(
     from bkctl.files.journals import files_after_marks
     from bkctl.formats.journal import journal_id_of
 
-    given, named = _journals(run, names, directories)
-    files = _chosen(given, named)
+    given, _, files = _journals(run, names, directories)
     if after_lastmark and not given.ledger_dirs:
         raise UsageError("--after-lastmark needs the ledger directories", hint="add --conf, or --dir for each")
     starts = files_after_marks(given, files) if after_lastmark else dict.fromkeys(files, 0)
@@ -121,22 +123,15 @@ def read(
 
 def _journals(
     run: Run, names: list[str] | None, directories: list[Path] | None
-) -> tuple[BookieDirectories, list[Path] | None]:
-    """Return the given directories, and the journals that a command reads, each once (None: all of them)."""
+) -> tuple[BookieDirectories, list[Path] | None, list[Path]]:
+    """Return the given directories, the journals that were named, each once (None: none), and those to read."""
     if names and all(Path(name).is_dir() for name in names):
         directories, names = [*map(Path, names), *(directories or ())], None
     given = run.access.directories(directories, needed=not names)
     if not names:
-        return given, None
-    return given, list(dict.fromkeys(path for name in names for path in _journals_named(given, name)))
-
-
-def _all_journals(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
-    return _chosen(*_journals(run, names, directories))
-
-
-def _chosen(given: BookieDirectories, files: list[Path] | None) -> list[Path]:
-    return [file.path for file in given.journals()] if files is None else files
+        return given, None, [file.path for file in given.journals()]
+    named = list(dict.fromkeys(path for name in names for path in _journals_named(given, name)))
+    return given, named, named
 
 
 def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
@@ -193,15 +188,7 @@ def lastmark(
 STATE_STYLE = {
     "end of file": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
 }  # fmt: skip
-
-
 _SOUND = ("endOfFile", "zeros", "empty")
-
-
-def _checked_key(row: JournalCheck) -> str:
-    if row.journal_id is None:
-        return str(row.path)
-    return f"scoped/{row.journal_id}" if row.scoped else str(row.journal_id)
 
 
 VERIFY_COLUMNS = Columns(
@@ -226,7 +213,9 @@ VERIFY_COLUMNS = Columns(
         lambda row: "" if row.problem is None else "mismatch" if row.state.value in _SOUND else row.state.value,
         file=lambda row: row.path,
     ),
-    key=Column("JOURNAL", "journalId", _checked_key),
+    key=Column(
+        "JOURNAL", "journalId", lambda row: str(row.path) if row.journal_id is None else _key(row.journal_id, row)
+    ),
 )
 
 
@@ -235,10 +224,7 @@ VERIFY_COLUMNS = Columns(
     "verify",
     connects=True,
     prints=rows_of(VERIFY_COLUMNS),
-    examples=(
-        "bkctl journal verify --conf bk_server.conf",
-        "bkctl journal verify journal --digest CRC32C",
-    ),
+    examples=("bkctl journal verify --conf bk_server.conf", "bkctl journal verify journal --digest CRC32C"),
 )
 def verify(
     run: Run,
@@ -260,14 +246,14 @@ def verify(
     """
     from bkctl.files.journal_check import check_journals
 
-    given, files = _journals(run, names, directories)
+    given, named, files = _journals(run, names, directories)
     checked = CheckedFiles(run.out, attrgetter("record_count"))
     with (
-        run.access.digest_checker(digest.digest_type, password, _chosen(given, files)) as checker,
+        run.access.digest_checker(digest.digest_type, password, files) as checker,
         run.job.working("Reading journals", unit="journals", pace=pace) as activity,
     ):
         checked.render(
-            tap(check_journals(given, files, checker, pace=pace), lambda _: activity.advance()), VERIFY_COLUMNS
+            tap(check_journals(given, named, checker, pace=pace), lambda _: activity.advance()), VERIFY_COLUMNS
         )
     checked.note_sound("journal is", "journals are", "record", "records")
     if digest.wanted or not checked.errors:
@@ -290,10 +276,6 @@ class JournalGrouping(StrEnum):
     SCOPE = "scope"
 
 
-def _count_of(kind: str) -> Any:
-    return lambda row: row.counts[kind]
-
-
 def _decimal(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
@@ -306,10 +288,10 @@ STATS_COLUMNS = Columns(
     Column("WRITTEN", "writtenSize", "good_end", Kind.SIZE),
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
     Column("RECORD BYTES", "recordSize", "record_bytes", Kind.SIZE),
-    Column("ENTRIES", "entryCount", _count_of("entry"), Kind.INTEGER),
-    Column("KEYS", "ledgerKeyCount", _count_of("ledgerKey"), Kind.INTEGER),
-    Column("FENCES", "fenceCount", _count_of("fence"), Kind.INTEGER),
-    Column("LACS", "explicitLacCount", _count_of("explicitLac"), Kind.INTEGER, spare=1),
+    Column("ENTRIES", "entryCount", lambda row: row.counts["entry"], Kind.INTEGER),
+    Column("KEYS", "ledgerKeyCount", lambda row: row.counts["ledgerKey"], Kind.INTEGER),
+    Column("FENCES", "fenceCount", lambda row: row.counts["fence"], Kind.INTEGER),
+    Column("LACS", "explicitLacCount", lambda row: row.counts["explicitLac"], Kind.INTEGER, spare=1),
     Column("LEDGERS", "ledgerCount", lambda row: len(row.ledgers), Kind.INTEGER, spare=1),
     Column(None, "paddingSize", "padding_bytes", Kind.SIZE),
     Column("PADDING", "paddingRatio", lambda row: _decimal(row.padding_ratio), Kind.NESTED, text="{:.1%}".format),
@@ -350,10 +332,7 @@ SUM_COLUMNS = {
 
 
 @command(
-    app,
-    "stats",
-    examples=("bkctl journal stats --conf bk_server.conf",),
-    prints=rows_of(STATS_COLUMNS, SUM_COLUMNS),
+    app, "stats", examples=("bkctl journal stats --conf bk_server.conf",), prints=rows_of(STATS_COLUMNS, SUM_COLUMNS)
 )
 def stats(
     run: Run,
@@ -370,30 +349,20 @@ def stats(
     5 on). `created` is the time in a directory's first journal id; later ids count up from it. Records before damage
     count, then the damage is reported (exit code 7).
     """
-    files = _all_journals(run, names, directories)
-    errors: list[BkctlError] = []
-    with run.job.working("Reading journals"):
-        if by is JournalGrouping.FILE:
-            rows: Iterable[JournalStatistics] = _statistics(files, errors)
-            if top is not None:
-                rows = sorted(rows, key=lambda row: row.record_bytes, reverse=True)[:top]
-            run.out.render(rows, STATS_COLUMNS)
-        else:
-            sums = _sums(_statistics(files, errors), by)
-            sums.sort(key=itemgetter(2), reverse=True)
-            run.out.render(sums if top is None else sums[:top], SUM_COLUMNS[by])
-    run.out.raise_first(errors)
-
-
-def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[JournalStatistics]:
     from bkctl.files.journal_statistics import journal_statistics
 
-    for path in files:
-        found = journal_statistics(path)
-        if found is not None:
-            if found.error is not None:
-                errors.append(found.error)
-            yield found
+    _, _, files = _journals(run, names, directories)
+    errors: list[BkctlError] = []
+    rows = collect_errors(filter(None, map(journal_statistics, files)), errors)
+    with run.job.working("Reading journals"):
+        if by is not JournalGrouping.FILE:
+            sums = sorted(_sums(rows, by), key=itemgetter(2), reverse=True)
+            run.out.render(sums[:top], SUM_COLUMNS[by])
+        elif top is not None:
+            run.out.render(sorted(rows, key=attrgetter("record_bytes"), reverse=True)[:top], STATS_COLUMNS)
+        else:
+            run.out.render(rows, STATS_COLUMNS)
+    run.out.raise_first(errors)
 
 
 def _sums(files: Iterable[JournalStatistics], by: JournalGrouping) -> list[Sum]:
@@ -408,8 +377,7 @@ def _sums(files: Iterable[JournalStatistics], by: JournalGrouping) -> list[Sum]:
     sums = [Sum(key, records[key], sizes[key]) for key in sorted(sizes)]
     if by is not JournalGrouping.SCOPE:
         return sums
-    scopes = [(scope_id, list(found)) for scope_id, found in groupby(sums, lambda each: each.key.scope_id)]
-    return [
-        Sum(scope_id, sum(each.record_count for each in found), sum(each.size_bytes for each in found), len(found))
-        for scope_id, found in scopes
+    scopes = [
+        (scope_id, list(zip(*found, strict=True))) for scope_id, found in groupby(sums, lambda each: each.key.scope_id)
     ]
+    return [Sum(scope_id, sum(counts), sum(sizes), len(keys)) for scope_id, (keys, counts, sizes, _) in scopes]

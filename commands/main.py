@@ -1,4 +1,4 @@
-"""The root of the command line: groups, the options before them, and the one place that turns errors into codes."""
+"""The root of the command line: groups, plugins, the options before them, and how errors become codes and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, Signature
@@ -25,9 +26,8 @@ from .kit.audit import run_result
 from .kit.columns import Output
 from .kit.options import option
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
-from .kit.plugins import Plugin, find_plugins
-from .kit.session import Session
-from .kit.settings import global_parameters, read_options
+from .kit.session import SESSION_FLAGS, Session
+from .kit.settings import SETTINGS, global_parameters, read_options
 from .kit.terminal import ClosedOutput, continue_without_stdout, discard, flush, say
 from .kit.texts import plain
 from .kit.values import parse_switch
@@ -77,6 +77,56 @@ OS_ERROR_EXIT_CODES: Final[dict[int, int]] = {
 _ParserError: Final[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
+#: A program of this prefix on the PATH is a command.
+PLUGIN_PREFIX: Final = "bkctl-"
+_PLUGIN_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+
+def find_plugins(environment: Mapping[str, str], wanted: str | None = None) -> dict[str, str]:
+    """Return name → path of the plugins on the PATH, sorted by name; only `wanted` if that is given.
+
+    Of two programs with one name, the first on the PATH counts. Relative directories of the PATH are skipped.
+    """
+    found: dict[str, str] = {}
+    for directory in dict.fromkeys(filter(os.path.isabs, environment.get("PATH", "").split(os.pathsep))):
+        with suppress(OSError):
+            files = os.listdir(directory) if wanted is None else [PLUGIN_PREFIX + wanted]
+            for file in [file for file in files if file.startswith(PLUGIN_PREFIX)]:
+                name = file.removeprefix(PLUGIN_PREFIX)
+                path = os.path.join(directory, file)
+                if _PLUGIN_NAME.fullmatch(name) and os.path.isfile(path) and os.access(path, os.X_OK):
+                    found.setdefault(name, path)
+    return dict(sorted(found.items()))
+
+
+class Plugin(Command):
+    """A command that is a program of its own: it gets the words behind its name, as they are.
+
+    Options before the name reach it as BKCTL_ variables, so that bkctl within it uses the same cluster.
+    """
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name=name, callback=None, add_help_option=False, rich_markup_mode=None)
+        self._path = path
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Keep all words."""
+        ctx.args = list(args)
+        return ctx.args
+
+    def invoke(self, ctx: Any) -> Any:
+        """Replace this process with the program. Raises OSError."""
+        session: Session = ctx.find_root().obj
+        given = {f"BKCTL_{field.upper()}": "1" for field in SESSION_FLAGS.values() if getattr(session, field)}
+        for setting in SETTINGS:
+            value = getattr(session.globals, setting.field)
+            if setting.variable is not None and value:
+                given[setting.variable] = setting.type.write(value)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(self._path, [self._path, *ctx.args], os.environ | given)
+
+
 class RootGroup(Group):
     """The groups by name; a group's module is imported once a command of it is used."""
 
@@ -88,35 +138,19 @@ class RootGroup(Group):
             self.commands[name] = Command(name=name, help=text, callback=None, rich_markup_mode=None)
         self._loaded: set[str] = set()
 
-    def load_program(self) -> None:
-        """Load the commands without a group."""
-        if not self._loaded >= PROGRAM.keys():
-            app: typer.Typer = import_module(".program", __package__).app
-            self.commands.update(typer.main.get_group(app).commands)
-            self._loaded |= PROGRAM.keys()
-
-    def load(self, name: str) -> Group:
-        """Return the group `name` with its commands."""
-        if name not in self._loaded:
-            app: typer.Typer = import_module(f".{name.replace('-', '_')}", __package__).app
-            app.info.name, app.info.help = name, GROUPS[name]
-            self.commands[name] = typer.main.get_group(app)
-            self._loaded.add(name)
-        group = self.commands[name]
-        assert isinstance(group, Group)
-        return group
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the group or command that `args` begin with, loaded."""
-        if args and args[0] in GROUPS:
-            self.load(args[0])
-        elif args and args[0] in PROGRAM:
-            self.load_program()
-        elif args:
-            name, *words = args
-            if path := find_plugins(os.environ, name).get(name):
-                return name, Plugin(name, path), words
-        return super().resolve_command(ctx, args)
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the group or command of this name, loaded, else the plugin of this name; None without either."""
+        name = cmd_name
+        if name in self.commands and name not in self._loaded:
+            module = "program" if name in PROGRAM else name.replace("-", "_")
+            app: typer.Typer = import_module(f".{module}", __package__).app
+            app.info.name, app.info.help = name, GROUPS.get(name)
+            loaded = typer.main.get_group(app)
+            self.commands.update(loaded.commands if name in PROGRAM else {name: loaded})
+            self._loaded |= PROGRAM.keys() if name in PROGRAM else {name}
+        elif name not in self.commands and (path := find_plugins(os.environ, name).get(name)):
+            return Plugin(name, path)
+        return self.commands.get(name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the groups and commands, then the plugins."""
@@ -257,10 +291,7 @@ def _other_command(path: list[str], name: str, context: Any) -> str | None:
     """Return our command for `name` in the group `path`: a guess, of a name of Apache's tools, or of another group."""
     from .translations import find_elsewhere, guess, translate
 
-    tree = root()
-    for group in GROUPS:
-        tree.load(group)
-    known = list(_command_names(tree, ()))
+    known = list(_command_names(root(), ()))
     words = context.find_root().obj.words
     behind = words[words.index(name) + 1 :] if name in words else []
     ours = guess([*path, name, *behind], known) or translate([*path, name])
@@ -271,8 +302,9 @@ def _other_command(path: list[str], name: str, context: Any) -> str | None:
     return f"did you mean {names}?" if found else None
 
 
-def _command_names(group: Group, path: tuple[str, ...]) -> Iterator[str]:
-    for name, each in group.commands.items():
+def _command_names(group: Any, path: tuple[str, ...]) -> Iterator[str]:
+    for name in [*group.commands]:
+        each = group.get_command(None, name)
         if isinstance(each, Group):
             yield from _command_names(each, (*path, name))
         elif not each.hidden:

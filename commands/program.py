@@ -10,13 +10,14 @@ import typer
 from bkctl import __version__
 from bkctl.columns import Column, Columns, Kind
 
-from . import console, top
+from . import top
+from .api import serve
 from .kit.columns import ALL, Output
 from .kit.command import Printer, command, group, object_of
 from .kit.parser import Command, connection_help, exit_code_help
 from .kit.terminal import emit
 
-app = group(parts=(top.app, console.app))
+app = group(parts=(top.app, serve.console_app))
 
 
 class Shell(StrEnum):
@@ -76,10 +77,7 @@ def _build() -> Build:
     from bkctl.files import scan
     from bkctl.protocol import runs
 
-    used = {
-        "bkctl.protocol._runs": vars(runs)["compiled"],
-        "bkctl.files._scan": vars(scan)["compiled"],
-    }
+    used = {"bkctl.protocol._runs": vars(runs)["compiled"], "bkctl.files._scan": vars(scan)["compiled"]}
     return Build(
         __version__,
         [name for name, module in used.items() if module is not None],
@@ -103,11 +101,7 @@ def show_version(out: Printer) -> None:
         out.show(build, VERSION_COLUMNS)
 
 
-@command(
-    app,
-    "completion",
-    examples=("source <(bkctl completion bash)", "bkctl completion fish | source"),
-)
+@command(app, "completion", examples=("source <(bkctl completion bash)", "bkctl completion fish | source"))
 def print_completion(
     out: Printer, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
 ) -> None:
@@ -116,6 +110,6 @@ def print_completion(
     Load it in the shell's start-up file: `source <(bkctl completion bash)` in ~/.bashrc, `source <(bkctl completion
     zsh)` in ~/.zshrc, `bkctl completion fish | source` in ~/.config/fish/config.fish.
     """
-    from .generate import completion_script
+    from .kit.completion import SCRIPTS
 
-    out.text(completion_script(shell.value))
+    out.text(SCRIPTS[shell.value])

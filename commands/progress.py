@@ -192,8 +192,7 @@ def rate(
     run: Run,
     work_id: WorkId,
     limit: Annotated[
-        str,
-        typer.Argument(metavar="RATE", help="Rate as in --rate: 20MiB, '5000 entries' or N; 'none' removes it."),
+        str, typer.Argument(metavar="RATE", help="Rate as in --rate: 20MiB, '5000 entries' or N; 'none' removes it.")
     ],
 ) -> None:
     """Change the rate of running work.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import select
 import sys
+import termios
 import threading
 import time
+import tty
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -18,7 +24,6 @@ from rich.text import Text
 from bkctl.columns import iso_time, value_at
 from bkctl.errors import BkctlError
 
-from .kit.keys import keys
 from .kit.texts import counted, milliseconds, plain, size_text
 
 if TYPE_CHECKING:
@@ -368,13 +373,70 @@ def _line(text: Text) -> Text:
     return text
 
 
+#: The rest of a key's escape sequence follows its first byte within this time; a lone Escape key has none.
+ESCAPE_WAIT_S: Final = 0.05
+_SEQUENCES: Final = {
+    "A": "up", "B": "down", "C": "right", "D": "left", "5~": "page-up", "6~": "page-down", "H": "home", "F": "end"
+}  # fmt: skip
+_CONTROLS: Final = {
+    "\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace", "\x04": "end-of-input", "\x1b": "escape"
+}  # fmt: skip
+#: One key: an escape sequence with what follows its `[` or `O`, or one character.
+_KEY: Final = re.compile(r"\x1b[\[O]([^@-~]*[@-~]?)|.", re.DOTALL)
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield the keys in `text`: characters as they are, others by name; an unknown escape sequence yields nothing."""
+    for key in _KEY.finditer(text):
+        name = _CONTROLS.get(key[0], key[0]) if key[1] is None else _SEQUENCES.get(key[1], "")
+        if name and (len(name) > 1 or name.isprintable()):
+            yield name
+
+
+def _bytes_of(descriptor: int, timeout_s: float) -> bytes:
+    """Return the bytes that wait, none after `timeout_s`; the end of input where the terminal is gone."""
+    if not select.select([descriptor], [], [], timeout_s)[0]:
+        return b""
+    try:
+        return os.read(descriptor, 1024) or b"\x04"
+    except OSError:
+        return b"\x04"
+
+
+@contextmanager
+def keys() -> Iterator[Callable[[float], list[str]]]:
+    """Yield a function that waits at most so many seconds for keys on stdin, and returns those that were pressed.
+
+    Characters are as they are, other keys have names: `up`, `enter`, `end-of-input` on a hang-up. The terminal is
+    without line editing and echo, and restored at the end, after errors and interrupts. Ctrl-C still interrupts. Ctrl-Z
+    does nothing: a stopped command would leave the terminal without echo.
+    """
+    descriptor = sys.stdin.fileno()
+    saved = termios.tcgetattr(descriptor)
+
+    def read(timeout_s: float) -> list[str]:
+        data = _bytes_of(descriptor, timeout_s)
+        if data.endswith(b"\x1b"):
+            data += _bytes_of(descriptor, ESCAPE_WAIT_S)
+        return list(_split(data.decode("utf-8", "replace")))
+
+    try:
+        tty.setcbreak(descriptor)
+        settings = termios.tcgetattr(descriptor)
+        settings[6][termios.VSUSP] = os.fpathconf(descriptor, "PC_VDISABLE").to_bytes(1, "big")
+        termios.tcsetattr(descriptor, termios.TCSANOW, settings)
+        yield read
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, saved)
+
+
 def show_live(watch: LoadWatch, *, interval_s: float, color: bool) -> None:
     """Show the loads that `watch` finds until the user quits."""
     console = Console(file=sys.stdout, no_color=not color, highlight=False)
     screen = Screen(_BARS if "utf" in console.encoding.lower() else _ASCII_BARS)
     drawn: object = None
     with (
-        keys() as pressed,
+        keys() as pressed_keys,
         _Looks(watch, interval_s) as looks,
         Live(screen, console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -384,7 +446,7 @@ def show_live(watch: LoadWatch, *, interval_s: float, color: bool) -> None:
                 drawn = now
                 screen.take(*now[0])
                 live.refresh()
-            for key in pressed.read(POLL_S):
+            for key in pressed_keys(POLL_S):
                 if not screen.press(key):
                     return
                 live.refresh()

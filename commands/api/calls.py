@@ -76,8 +76,7 @@ def put(
     which: BookieServerOption,
     size_max: MaxSize,
     body: Annotated[
-        str | None,
-        typer.Option("--body", metavar="JSON|@FILE", help="The JSON to send, or @FILE (@-: stdin)."),
+        str | None, typer.Option("--body", metavar="JSON|@FILE", help="The JSON to send, or @FILE (@-: stdin).")
     ] = None,
     dry_run: DryRun = False,
 ) -> None:

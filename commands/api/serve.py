@@ -1,4 +1,4 @@
-"""`bkctl api`: the REST API, called and served."""
+"""`bkctl api serve` and `bkctl console`: the REST API of a cluster, and its pages for a browser."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from bkctl.http.server_settings import HttpSettings
 
 app = group()
+console_app = group()
+
+BookieTokenFile = Annotated[
+    Path | None,
+    typer.Option("--bookie-token-file", metavar="FILE", help="The token of the bookies' servers (else none)."),
+]
 
 
 class Gateway(NamedTuple):
@@ -51,10 +57,7 @@ def serve(
         Path | None,
         typer.Option("--token-file", metavar="FILE", help="Clients must send this token (else BKCTL_API_TOKEN)."),
     ] = None,
-    bookie_token_file: Annotated[
-        Path | None,
-        typer.Option("--bookie-token-file", metavar="FILE", help="The token of the bookies' servers (else none)."),
-    ] = None,
+    bookie_token_file: BookieTokenFile = None,
     read_only_token_file: Annotated[
         Path | None,
         typer.Option(
@@ -91,9 +94,7 @@ def serve(
     from bkctl.http.server_settings import HttpSettings, read_token, tls_context
     from bkctl.metadata.store import TLS_REFRESH_S
 
-    number = parse_number(port, "--port")
-    if not 0 <= number <= 65535:
-        raise UsageError(f"--port {port}: ports are 0 to 65535")
+    number = _port(port)
     if server_certificate is None and (server_key or client_ca):
         raise UsageError("--server-key and --client-ca require --server-cert", hint="add the server's certificate")
     token, source = os.environ.get("BKCTL_API_TOKEN") or None, "BKCTL_API_TOKEN of 'bkctl api serve'"
@@ -107,22 +108,23 @@ def serve(
     settings = HttpSettings(host, number, token, server_tls, read_only_token, not closed_probes, source).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
-    upstream_token = None if bookie_token_file is None else read_token(bookie_token_file)
-
-    run_gateway(access, job, settings, upstream_token, partial(_show, out, settings))
+    _serve(access, job, settings, bookie_token_file, partial(_show, out, settings))
 
 
-def run_gateway(
-    access: Access,
-    job: LongWork,
-    settings: HttpSettings,
-    bookie_token: str | None,
-    serving: Callable[[str, str, Path | None], None],
-    *,
-    link_key: str | None = None,
-) -> None:
+def _port(text: str) -> int:
+    number = parse_number(text, "--port")
+    if not 0 <= number <= 65535:
+        raise UsageError(f"--port {text}: ports are 0 to 65535")
+    return number
+
+
+def _serve(
+    access: Access, job: LongWork, settings: HttpSettings, bookie_token_file: Path | None,
+    serving: Callable[[str, str, Path | None], None], *, link_key: str | None = None,
+) -> None:  # fmt: skip
     """Serve until a signal; call `serving` with the URL, the metadata URI and the file of a token that was made."""
     from bkctl.http import load_server
+    from bkctl.http.server_settings import read_token
     from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.tasks import ended_by_signals
 
@@ -131,6 +133,7 @@ def run_gateway(
     security = access.security(connection)
     tls, addresses = access.bookie_tls(TLS_REFRESH_S), access.bookie_addresses()
     config = access.client_config()
+    bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
     upstream = http.Upstream(bookie_token, tls, access.timeout_s)
     job.log()
     server = http.HttpServer(settings)
@@ -139,16 +142,12 @@ def run_gateway(
     with ended_by_signals(stopped.set):
         server.start(
             lambda: http.Service(
-                connection.uri,
-                security=security,
-                timeout_s=access.timeout_s,
-                tls=tls,
-                addresses=addresses,
+                connection.uri, security=security, timeout_s=access.timeout_s, tls=tls, addresses=addresses,
                 config=config,
             ),
             upstream=upstream,
             link_key=link_key,
-        )
+        )  # fmt: skip
         try:
             host = settings.host
             serving(
@@ -173,3 +172,58 @@ def _authentication(settings: HttpSettings, token_file: Path | None) -> str:
     if settings.tls is not None and settings.tls.verify_mode is ssl.CERT_REQUIRED:
         ways.append("certificate")
     return " and ".join(ways) or "none"
+
+
+# --- the console ------------------------------------------------------------------------------------------------------
+
+
+class OpenConsole(NamedTuple):
+    """A console that is being served; `url` opens it once."""
+
+    url: str
+    metadata_uri: str
+
+
+CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "metadataUri", "metadata_uri"), key="url")
+
+
+@command(
+    console_app,
+    "console",
+    connects=True,
+    examples=("bkctl console", "bkctl console --port 8090"),
+    prints=object_of(CONSOLE_COLUMNS),
+)
+def console(
+    out: Printer,
+    access: Access,
+    job: LongWork,
+    port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port on loopback; 0: any.")] = "0",
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the link in a browser.")] = True,
+    bookie_token_file: BookieTokenFile = None,
+) -> None:
+    """Show the cluster in a browser.
+
+    The pages are health, bookies, ledgers, replication, garbage and racks. Serves them on loopback until Ctrl-C, and
+    prints a link that works once; the session then lasts 12 hours. The pages change nothing. 'bkctl api serve' serves
+    them to others, who sign in with its token.
+    """
+    import secrets
+
+    from bkctl.http import load_console
+
+    load_console()
+    from bkctl.http.server_settings import HttpSettings
+
+    settings, key = HttpSettings("127.0.0.1", _port(port)), secrets.token_urlsafe(24)
+    _serve(access, job, settings, bookie_token_file, partial(_announce, out, key, browser), link_key=key)
+
+
+def _announce(out: Printer, key: str, browser: bool, url: str, metadata_uri: str, made: Path | None) -> None:
+    link = f"{url}/console/enter?key={key}"
+    out.show(OpenConsole(link, metadata_uri), CONSOLE_COLUMNS)
+    if browser:
+        import webbrowser
+
+        if not webbrowser.open(link):
+            out.note("No browser was found: open the link yourself")

@@ -57,18 +57,14 @@ class Access:
         self.conf: Path | None = options.conf
         self.bundle: Path | None = options.bundle
         parse_bookie_addresses(options.bookie_addresses)
-        self._connection: Connection | None = None
-
-    @property
-    def opened(self) -> Connection | None:
-        """The connection that the run has used so far."""
-        return self._connection
+        #: The connection that the run has used so far.
+        self.opened: Connection | None = None
 
     def connection(self) -> Connection:
         """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
-        if self._connection is None:
-            self._connection = connect_to(self._levels, os.environ)
-        return self._connection
+        if self.opened is None:
+            self.opened = connect_to(self._levels, os.environ)
+        return self.opened
 
     def standing_connection(self) -> Connection:
         """Return the connection of commands without connection options. Raises as `connection`."""
@@ -76,14 +72,11 @@ class Access:
 
     def given_options(self) -> GlobalOptions:
         """Return the options before the group and after the command, merged; nothing of the environment."""
-        (_, after), (_, before), _ = self._levels
-        return after.over(before)
+        return self._levels[0][1].over(self._levels[1][1])
 
     def given_connection(self) -> Connection:
         """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
-        given: list[tuple[str | None, GlobalOptions]] = [
-            (source, replace(options, context=None)) for source, options in self._levels[:2]
-        ]
+        given: Levels = [(source, replace(options, context=None)) for source, options in self._levels[:2]]
         if all(options.metadata_uri is None and options.conf is None for _, options in given):
             raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
         return connect_to(given, {})
@@ -133,19 +126,17 @@ class Access:
         from bkctl.metadata.uri import parse_uri
 
         connection = other_connection(text, os.environ)
-        named = parse_uri(connection.uri).security
-        options, environment, shared = connection.settings, {}, None
-        try:
+        place, options, environment, shared = parse_uri(connection.uri), connection.settings, {}, None
+        with suppress(UsageError):
             own = self.connection()
-        except UsageError:
-            own = None
-        if own is not None and _same_servers(own.uri, connection.uri):
-            environment = dict(os.environ) if login == NO_LOGIN else {}
-            if connection.context is None:
-                options, shared = self._options.over(own.settings), parse_uri(own.uri).security
+            here = parse_uri(own.uri)
+            if (here.driver, set(here.hosts)) == (place.driver, set(place.hosts)):
+                environment = dict(os.environ) if login == NO_LOGIN else {}
+                if connection.context is None:
+                    options, shared = self._options.over(own.settings), here.security
         security = store_security(login.over(options), environment)
-        if named is not None and login == NO_LOGIN:
-            security = named.over(security)
+        if place.security is not None and login == NO_LOGIN:
+            security = place.security.over(security)
         return self._open(connection.uri, security.over(shared), create_store=create_store)
 
     def _open(self, uri: str, security: StoreSecurity, *, create_store: bool) -> Cluster:
@@ -170,15 +161,10 @@ class Access:
 
         self.refuse_bundle("Bookies")
         return BookKeeper(
-            cluster,
-            protocol=protocol or Protocol.V3,
-            tls=self.bookie_tls(),
-            timeout_s=self.timeout_s,
-            connect_timeout_s=self.connect_timeout_s,
-            addresses=self.bookie_addresses(),
-            only=only,
+            cluster, protocol=protocol or Protocol.V3, tls=self.bookie_tls(), timeout_s=self.timeout_s,
+            connect_timeout_s=self.connect_timeout_s, addresses=self.bookie_addresses(), only=only,
             config=self.client_config(),
-        )
+        )  # fmt: skip
 
     def refuse_bundle(self, who: str) -> None:
         """Raise Unsupported if a bundle is in the cluster's place."""
@@ -292,11 +278,3 @@ class Access:
                 digest_of=stored.digest_of, password=password or None,
                 password_of=None if password else stored.password_of,
             )  # fmt: skip
-
-
-def _same_servers(uri: str, other: str) -> bool:
-    """Return True if both URIs name the same servers, so that a login may be sent to both."""
-    from bkctl.metadata.uri import parse_uri
-
-    one, two = parse_uri(uri), parse_uri(other)
-    return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))

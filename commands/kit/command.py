@@ -70,11 +70,7 @@ PARTS: Final[Mapping[Any, Callable[[Run], Any]]] = {
 
 
 def group(
-    help: str | None = None,
-    *,
-    parts: Iterable[typer.Typer] = (),
-    default: str | None = None,
-    takes_words: bool = False,
+    help: str | None = None, *, parts: Iterable[typer.Typer] = (), default: str | None = None, takes_words: bool = False
 ) -> typer.Typer:
     """Return an app with the commands and sub-groups of `parts`, in order.
 

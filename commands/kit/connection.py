@@ -108,11 +108,7 @@ LoginOfTarget = Annotated[
     combined(
         Login,
         option(
-            "to_user",
-            str | None,
-            "--to-user",
-            metavar="NAME",
-            help="Log in to the target; never with --metadata-user.",
+            "to_user", str | None, "--to-user", metavar="NAME", help="Log in to the target; never with --metadata-user."
         ),
         option(
             "to_password_file",
@@ -153,28 +149,18 @@ def store_security(options: GlobalOptions, environment: Mapping[str, str]) -> St
         password = read_password_file(options.metadata_password_file)
     elif options.metadata_user is not None and "BKCTL_METADATA_PASSWORD" in environment:
         password = os.fsencode(environment["BKCTL_METADATA_PASSWORD"])
+    creator_acl = options.metadata_creator_acl
+    if options.conf is not None and not creator_acl:
+        from bkctl.config import read_properties
+
+        creator_acl = (read_properties(options.conf).get("zkEnableSecurity") or "").lower() == "true"
+    files = (options.metadata_tls_ca, options.metadata_tls_certificate, options.metadata_tls_key)
+    ca, certificate, key = (None if path is None else str(path) for path in files)
     return StoreSecurity(
-        tls=options.metadata_tls or options.metadata_tls_ca is not None,
-        ca=_text(options.metadata_tls_ca),
-        certificate=_text(options.metadata_tls_certificate),
-        key=_text(options.metadata_tls_key),
-        user=options.metadata_user,
+        tls=options.metadata_tls or ca is not None, ca=ca, certificate=certificate, key=key, user=options.metadata_user,
         password=None if password is None else password.decode("utf-8", "surrogateescape"),
-        sasl=options.metadata_sasl,
-        creator_acl=options.metadata_creator_acl or _zk_enable_security(options.conf),
-    )
-
-
-def _zk_enable_security(conf: Path | None) -> bool:
-    if conf is None:
-        return False
-    from bkctl.config import read_properties
-
-    return (read_properties(conf).get("zkEnableSecurity") or "").lower() == "true"
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+        sasl=options.metadata_sasl, creator_acl=creator_acl,
+    )  # fmt: skip
 
 
 def local_uri() -> str | None:

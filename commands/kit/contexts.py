@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 
-from .settings import GlobalOptions, context_settings
+from .settings import CONTEXT_SETTINGS, GlobalOptions
 
 CURRENT: Final = "current-context"
 _KEYS: Final = (CURRENT, "contexts")
@@ -221,7 +221,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _context(values: Mapping[str, Any], where: str) -> GlobalOptions:
-    known = {setting.key: setting for setting in context_settings()}
+    known = {setting.key: setting for setting in CONTEXT_SETTINGS}
     given: dict[str, Any] = {}
     for key, value in values.items():
         setting = known.get(key)
@@ -243,5 +243,5 @@ def _context(values: Mapping[str, Any], where: str) -> GlobalOptions:
 
 def toml_values(options: GlobalOptions) -> dict[str, Any]:
     """Return the settings of a context that are given, under the keys of the file."""
-    values = ((setting, getattr(options, setting.field)) for setting in context_settings())
+    values = ((setting, getattr(options, setting.field)) for setting in CONTEXT_SETTINGS)
     return {setting.key: setting.to_toml(value) for setting, value in values if value}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
-from types import TracebackType
 from typing import Any, Final
 
 from rich.console import Console
@@ -93,9 +92,7 @@ class TreeWriter:
     def __enter__(self) -> TreeWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._print()
 
     def rows(self, rows: Iterable[Any]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from inspect import Parameter
-from typing import Annotated, Any, Final, NamedTuple, TextIO
+from typing import Annotated, Any, Final, NamedTuple
 
 from bkctl.errors import UsageError
 from bkctl.ids import GivenLedgerId, LedgerId, parse_scope_id, resolve_ledger
@@ -29,9 +30,9 @@ _LEDGER_PARAMETERS = (
 )
 
 
-def scope_option(help: str) -> Composite:
-    """Return the option `--ledger-scope-id`, a scope id; None when absent."""
-    return text_option("ledger_scope_id", parse_scope_id, "--ledger-scope-id", metavar="SCOPE", help=help)
+def scope_option(help: str, flag: str = "--ledger-scope-id") -> Composite:
+    """Return the option `flag`, a scope id; None when absent."""
+    return text_option(flag[2:].replace("-", "_"), parse_scope_id, flag, metavar="SCOPE", help=help)
 
 
 def ledger_option(help: str, default: Any = None) -> Parameter:
@@ -47,55 +48,22 @@ def ledger_option(help: str, default: Any = None) -> Parameter:
     )
 
 
-def to_scope_option(help: str) -> Composite:
-    """Return the option `--to-scope`, a scope id; None when absent."""
-    return text_option("to_scope", parse_scope_id, "--to-scope", metavar="SCOPE", help=help)
-
-
 def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
+    text, ledger_id, name = values["ledger"], values["ledger_id"], values["ledger_qualified_name"]
     ledger = resolve_ledger(
-        values["ledger"],
-        ledger_id=values["ledger_id"],
-        ledger_scope_id=values["ledger_scope_id"],
-        ledger_qualified_name=values["ledger_qualified_name"],
+        text, ledger_id=ledger_id, ledger_scope_id=values["ledger_scope_id"], ledger_qualified_name=name
     )
     if ledger is None:
         raise UsageError("No ledger is given", hint=f"name it as {LEDGER_FORMS}")
-    return GivenLedgerId.keep(ledger, values["ledger"], values["ledger_qualified_name"], values["ledger_id"])
+    return GivenLedgerId.keep(ledger, text, name, ledger_id)
 
 
 def _many_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
-    texts: list[str] = values["ledgers"] or []
-    if len(texts) < 2:
-        return [_one_ledger({**values, "ledger": texts[0] if texts else None})]
+    texts: list[str | None] = values["ledgers"] or [None]
     for name, flag in (("ledger_id", "--ledger-id"), ("ledger_qualified_name", "--ledger-qualified-name")):
-        if values[name] is not None:
+        if len(texts) > 1 and values[name] is not None:
             raise UsageError(f"{flag} names one ledger, but {len(texts)} are given", hint="give all as arguments")
     return [_one_ledger({**values, "ledger": text}) for text in texts]
-
-
-#: The one ledger that a command acts on, named by argument or options.
-OneLedger = Annotated[
-    LedgerId,
-    Composite(
-        (
-            argument("ledger", str, metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}.", show_default=False),
-            *_LEDGER_PARAMETERS,
-        ),
-        _one_ledger,
-    ),
-]
-
-
-def _ledgers_argument(help: str) -> Parameter:
-    return argument("ledgers", list[str], metavar="LEDGER", help=help, show_default=False)
-
-
-_THE_LEDGERS = _ledgers_argument(f"The ledgers: {LEDGER_FORMS}.")
-#: The arguments and options that name ledgers.
-MANY_LEDGERS: Final = Composite((_THE_LEDGERS, *_LEDGER_PARAMETERS), _many_ledgers)
-#: One ledger or more.
-ManyLedgers = Annotated[list[LedgerId], MANY_LEDGERS]
 
 
 def _any_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
@@ -110,14 +78,19 @@ def _ledgers_of_export(values: Mapping[str, Any]) -> list[LedgerId]:
         raise UsageError(error.message, hint=f"-f FILE names the file to write; {error.hint}") from error
 
 
+def _ledgers_argument(help: str, name: str = "ledgers", kind: Any = list[str]) -> Parameter:
+    return argument(name, kind, metavar="LEDGER", help=help, show_default=False)
+
+
+_THE_LEDGER = _ledgers_argument(f"The ledger: {LEDGER_FORMS}.", "ledger", str)
+_THE_LEDGERS = _ledgers_argument(f"The ledgers: {LEDGER_FORMS}.")
+_SOME_LEDGERS = _ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all).")
+#: The one ledger that a command acts on, named by argument or options.
+OneLedger = Annotated[LedgerId, Composite((_THE_LEDGER, *_LEDGER_PARAMETERS), _one_ledger)]
+#: One ledger or more, named by arguments or options.
+ManyLedgers = Annotated[list[LedgerId], Composite((_THE_LEDGERS, *_LEDGER_PARAMETERS), _many_ledgers)]
 #: Ledgers by argument; none named: an empty list.
-LedgersOfExport = Annotated[
-    list[LedgerId],
-    Composite(
-        (_ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all)."), *_LEDGER_PARAMETERS),
-        _ledgers_of_export,
-    ),
-]
+LedgersOfExport = Annotated[list[LedgerId], Composite((_SOME_LEDGERS, *_LEDGER_PARAMETERS), _ledgers_of_export)]
 
 
 class LedgersOrAll(NamedTuple):
@@ -132,7 +105,7 @@ def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
     return LedgersOrAll(ledgers or None, None if ledgers or scope is None else parse_scope_id(scope))
 
 
-AnyLedgers = Annotated[LedgersOrAll, Composite(MANY_LEDGERS.parameters, _ledgers_or_all)]
+AnyLedgers = Annotated[LedgersOrAll, Composite((_THE_LEDGERS, *_LEDGER_PARAMETERS), _ledgers_or_all)]
 
 
 def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
@@ -145,60 +118,39 @@ def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
 
 def _read_ledgers(file: str, scope_id: int | None) -> list[LedgerId]:
     """Return the ledgers in a file: one per line, in any text form or as ndjson; skip empty lines and # comments."""
-    if file == "-":
-        if sys.stdin is None:
-            raise UsageError("stdin is closed, so no ledgers can be read")
-        return _ledgers_in(sys.stdin, "stdin", scope_id)
-    with open(file, encoding="utf-8", errors="replace") as stream:
-        return _ledgers_in(stream, file, scope_id)
-
-
-def _ledgers_in(lines: TextIO, where: str, scope_id: int | None) -> list[LedgerId]:
-    ledgers = []
-    number = 0
-    while line := lines.readline(LEDGER_LINE_LENGTH_MAX):
-        number += 1
-        if len(line) == LEDGER_LINE_LENGTH_MAX:
-            raise UsageError(f"{where} line {number}: longer than {LEDGER_LINE_LENGTH_MAX} characters")
-        text = line.strip()
-        if text and not text.startswith("#"):
-            try:
-                ledgers.append(LedgerId.parse(_ledger_in_json(text) if text.startswith("{") else text, scope_id))
-            except UsageError as error:
-                raise UsageError(f"{where} line {number}: {error.message}", hint=error.hint) from error
+    if file == "-" and sys.stdin is None:
+        raise UsageError("stdin is closed, so no ledgers can be read")
+    where, ledgers, number = "stdin" if file == "-" else file, [], 0
+    with nullcontext(sys.stdin) if file == "-" else open(file, encoding="utf-8", errors="replace") as lines:
+        while line := lines.readline(LEDGER_LINE_LENGTH_MAX):
+            number += 1
+            if len(line) == LEDGER_LINE_LENGTH_MAX:
+                raise UsageError(f"{where} line {number}: longer than {LEDGER_LINE_LENGTH_MAX} characters")
+            text = line.strip()
+            if text and not text.startswith("#"):
+                try:
+                    ledgers.append(LedgerId.parse(_ledger_in_json(text) if text.startswith("{") else text, scope_id))
+                except UsageError as error:
+                    raise UsageError(f"{where} line {number}: {error.message}", hint=error.hint) from error
     return ledgers
 
 
 def _ledger_in_json(text: str) -> str:
-    try:
+    name = None
+    with suppress(ValueError, RecursionError):
         name = json.loads(text).get("ledgerQualifiedName")
-    except (ValueError, RecursionError):
-        name = None
     if not isinstance(name, str):
-        raise UsageError(
-            "an object without ledgerQualifiedName", hint="use the output of 'bkctl ledger list -o ndjson'"
-        )
+        hint = "use the output of 'bkctl ledger list -o ndjson'"
+        raise UsageError("an object without ledgerQualifiedName", hint=hint)
     return name
 
 
+_FROM_FILE = option(
+    "from_file", str, "--from-file", metavar="FILE",
+    help="Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints.",
+)  # fmt: skip
 #: Ledgers by argument, or in a file.
-LedgersOrFile = Annotated[
-    list[LedgerId],
-    Composite(
-        (
-            _THE_LEDGERS,
-            option(
-                "from_file",
-                str,
-                "--from-file",
-                metavar="FILE",
-                help="Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints.",
-            ),
-            *_LEDGER_PARAMETERS,
-        ),
-        _ledgers_or_file,
-    ),
-]
+LedgersOrFile = Annotated[list[LedgerId], Composite((_THE_LEDGERS, _FROM_FILE, *_LEDGER_PARAMETERS), _ledgers_or_file)]
 
 
 class NewLedger(NamedTuple):
@@ -235,16 +187,13 @@ LedgerToCreate = Annotated[
 def _scope(help: str, *, default: int | None) -> Composite:
     """Return `--ledger-scope-id` and `--all-scopes` as one scope (None: all); `default` where none is named."""
 
-    def resolve(values: Mapping[str, Any]) -> int | None:
-        text = values["ledger_scope_id"]
-        if values["all_scopes"]:
-            if text is not None:
-                raise UsageError("--all-scopes and --ledger-scope-id are given", hint="give one of them")
-            return None
-        return default if text is None else parse_scope_id(text)
+    def resolve(scope_id: int | None, is_all: bool) -> int | None:
+        if is_all and scope_id is not None:
+            raise UsageError("--all-scopes and --ledger-scope-id are given", hint="give one of them")
+        return None if is_all else default if scope_id is None else scope_id
 
     all_scopes = option("all_scopes", bool, "--all-scopes", help="Ledgers of every scope.", default=False)
-    return Composite((*scope_option(help).parameters, all_scopes), resolve)
+    return combined(resolve, scope_option(help), all_scopes)
 
 
 #: The scope that a command lists (scope 0 when none is named); None: all scopes.
@@ -278,7 +227,5 @@ def _scan_filter(text: str | None, scope: int | None) -> ScanFilter:
 
 #: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
 SCAN_LEDGERS: Final = combined(
-    _scan_filter,
-    ledger_option("Only this ledger"),
-    _scope("Only ledgers of this scope.", default=None),
+    _scan_filter, ledger_option("Only this ledger"), _scope("Only ledgers of this scope.", default=None)
 )

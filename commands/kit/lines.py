@@ -1,4 +1,4 @@
-"""Rows as text: lines of ndjson, csv and ids, items of a JSON array, cells of a table."""
+"""Rows as text: lines of ndjson, csv and ids, items of a JSON array, cells of a table; JSON values as YAML."""
 
 from __future__ import annotations
 
@@ -192,15 +192,14 @@ class Lines(_Fields):
 
     def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> str:
         """Return the text of `count` rows given as columns."""
-        pieces, fields = self._layout(values)
-        columns = tuple(field.texts(values[field.column.name]) for field in fields)
-        return "".join(_texts(pieces, columns, count))
+        return "".join(self.of_each(count, values))
 
-    def of_each(self, rows: Sequence[Any]) -> list[str]:
-        """Return the text of each of `rows`, one at least."""
-        values = self.columns(map(self.values, rows))
+    def of_each(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> list[str]:
+        """Return the text of each of `count` rows given as columns."""
         pieces, fields = self._layout(values)
-        return _texts(pieces, tuple(field.texts(values[field.column.name]) for field in fields), len(rows))
+        columns = [field.texts(values[field.column.name]) for field in fields]
+        template = "%s".join(piece.replace("%", "%%") for piece in pieces)
+        return [template % row for row in (zip(*columns, strict=True) if columns else repeat((), count))]
 
     def _layout(self, values: Mapping[str, Sequence[Any] | Constant]) -> tuple[tuple[str, ...], list[_Field]]:
         """Return the text before, between and behind the values that differ, and the fields of these."""
@@ -218,12 +217,6 @@ class Lines(_Fields):
             pieces[-1] += self._end
             layout = self._layouts[key] = tuple(pieces), varying
         return layout
-
-
-def _texts(pieces: Sequence[str], columns: Sequence[Sequence[Any]], count: int) -> list[str]:
-    template = "%s".join(piece.replace("%", "%%") for piece in pieces)
-    rows = zip(*columns, strict=True) if columns else repeat((), count)
-    return [template % row for row in rows]
 
 
 _AROUND: Final = {
@@ -272,10 +265,6 @@ class Cells(_Fields):
         values = list(map(self.values, rows))
         return self.of_columns(len(values), self.columns(values))
 
-    def of_each(self, rows: Sequence[Any]) -> list[tuple[str, ...]]:
-        """Return the cells of each of `rows`, one at least."""
-        return list(self.of_rows(rows))
-
     def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> Iterator[tuple[str, ...]]:
         """Yield the cells of `count` rows given as columns."""
         texts: list[Sequence[str]] = []
@@ -283,3 +272,50 @@ class Cells(_Fields):
             text = field.constant(values)
             texts.append(field.texts(values[field.column.name]) if text is None else [text] * count)
         return zip(*texts, strict=True)
+
+    of_each = of_columns
+
+
+# --- YAML ---------------------------------------------------------------------------------------------------------
+
+#: Strings that no YAML reader takes for anything else, so that they need no quotes.
+_PLAIN: Final = re.compile(
+    r"(?!(?:true|false|yes|no|on|off|null|y|n)\Z)[A-Za-z_/][\w./@+-]*(?: [\w./@+-]+)*", re.ASCII | re.I
+)
+#: Characters that YAML does not take unescaped, beside those that JSON escapes.
+_UNPRINTABLE: Final = re.compile("[\x7f-\x84\x86-\x9f\ud800-\udfff\ufeff\ufffe\uffff\u2028\u2029\x85]")
+
+
+def yaml_items(lines: str) -> str:
+    """Return `lines` of ndjson as items of a YAML list."""
+    return "".join("\n".join(_block([json.loads(line)], "")) + "\n" for line in lines.splitlines())
+
+
+def yaml_text(document: Any) -> str:
+    """Return one JSON value as a YAML document."""
+    return "\n".join(_block(document, "")) + "\n"
+
+
+def _block(value: Any, indent: str) -> Iterator[str]:
+    """Yield the lines of a value that begins on a line of its own."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            if isinstance(item, dict | list) and item:
+                yield f"{indent}{_scalar(key)}:"
+                yield from _block(item, indent + "  ")
+            else:
+                yield f"{indent}{_scalar(key)}: {_scalar(item)}"
+    elif isinstance(value, list) and value:
+        for item in value:
+            first, *others = _block(item, indent + "  ")
+            yield f"{indent}- {first[len(indent) + 2 :]}"
+            yield from others
+    else:
+        yield f"{indent}{_scalar(value)}"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -60,14 +60,17 @@ def text_option(
 ) -> Composite:
     """Return one option whose text, or value of another `kind`, `convert` reads; None when absent."""
     return combined(
-        lambda value: None if value is None else convert(value),
-        option(name, kind, *flags, default=default, **settings),
+        lambda value: None if value is None else convert(value), option(name, kind, *flags, default=default, **settings)
     )
 
 
-def combined(make: Callable[..., Any], *parts: Composite | Parameter) -> Composite:
-    """Return the parameters of `parts` as one value, which `make` returns for the values of the parts, in order."""
-    found = [part if isinstance(part, Composite) else Composite((part,), itemgetter(part.name)) for part in parts]
+def combined(make: Callable[..., Any], *parts: Any) -> Composite:
+    """Return the parameters of `parts` as one value, which `make` returns for the values of the parts, in order.
+
+    A part is a Parameter, a Composite, or a type of options that is annotated with one.
+    """
+    given = (getattr(part, "__metadata__", (part,))[0] for part in parts)
+    found = [each if isinstance(each, Composite) else Composite((each,), itemgetter(each.name)) for each in given]
     return Composite(
         tuple(each for part in found for each in part.parameters),
         lambda values: make(*(part.resolve(values) for part in found)),
@@ -77,26 +80,22 @@ def combined(make: Callable[..., Any], *parts: Composite | Parameter) -> Composi
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _parsed_option(
-    kind: str,
-    convert: Callable[[str, str], Any],
-    flag: str,
-    *,
-    default: str | None = None,
-    short: str | None = None,
-    old: str | None = None,
-    **settings: Any,
-) -> Composite:
-    """Return the option `flag`, whose text `convert` reads; `old` is a former name of it, `kind` ends its parameter."""
-    name = f"{flag.removeprefix('--').replace('-', '_')}_{kind}"
-    flags = (*(() if short is None else (short,)), flag, *(() if old is None else (OldName(old),)))
-    shown = default is not None
-    return text_option(name, lambda text: convert(text, flag), *flags, default=default, show_default=shown, **settings)
+def _reader(kind: str, convert: Callable[[str, str], Any], metavar: str) -> Callable[..., Composite]:
+    """Return a function that returns options whose text `convert` reads; `kind` ends the names of their parameters."""
 
+    def parsed_option(
+        flag: str, help: str, *, default: int | str | None = None, short: str | None = None, old: str | None = None
+    ) -> Composite:
+        """Return the option `flag`, None when absent and without a default; `old` is a former name of it."""
+        name = f"{flag.removeprefix('--').replace('-', '_')}_{kind}"
+        flags = [each for each in (short, flag, old and OldName(old)) if each is not None]
+        text = None if default is None else str(default)
+        return text_option(
+            name, lambda text: convert(text, flag), *flags, default=text, show_default=text is not None,
+            metavar=metavar, help=help,
+        )  # fmt: skip
 
-def number_option(flag: str, help: str) -> Composite:
-    """Return an option for an entry id, a position or an offset: decimal or 0x; None when absent."""
-    return _parsed_option("number", parse_number, flag, help=help, metavar="N")
+    return parsed_option
 
 
 def _parse_count(text: str, flag: str) -> int:
@@ -106,23 +105,19 @@ def _parse_count(text: str, flag: str) -> int:
     return number
 
 
-def count_option(
-    flag: str, help: str, *, default: int | None = None, short: str | None = None, old: str | None = None
-) -> Composite:
-    """Return an option for a count that is 1 or more; `old` is a former name of it."""
-    text = None if default is None else str(default)
-    return _parsed_option("count", _parse_count, flag, default=text, short=short, old=old, help=help, metavar="N")
+def _parse_entry_id(text: str, flag: str) -> int:
+    number = parse_number(text, flag)
+    if not 0 <= number < 1 << 63:
+        raise UsageError(f"{flag} {text}: entry ids are 0 or more, below 2^63")
+    return number
 
 
-def size_option(flag: str, help: str, *, default: str | None = None) -> Composite:
-    """Return an option for a size in bytes."""
-    return _parsed_option("size", parse_size, flag, default=default, help=help, metavar="SIZE")
-
-
-def duration_option(flag: str, help: str, *, default: str | None = None, short: str | None = None) -> Composite:
-    """Return an option for a duration, in seconds."""
-    return _parsed_option("duration", parse_duration, flag, default=default, short=short, help=help, metavar="DURATION")
-
+#: Options for an entry id, a position or an offset (decimal or 0x), a count of 1 or more, bytes, and seconds.
+number_option: Final = _reader("number", parse_number, "N")
+count_option: Final = _reader("count", _parse_count, "N")
+size_option: Final = _reader("size", parse_size, "SIZE")
+duration_option: Final = _reader("duration", parse_duration, "DURATION")
+_entry_option: Final = _reader("entry", _parse_entry_id, "ENTRY")
 
 _STEPS_RATE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)(?: ?(?:entry|entries|ledgers?|records?))", re.ASCII)
 
@@ -149,9 +144,9 @@ def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pa
 
 def pace_option(help: str, *, has_bytes: bool = True) -> Composite:
     """Return the option `--rate`, a Pace; without the option a Pace without limits, which may get one while it runs."""
+    rate = option("rate_limit", str, "--rate", metavar="RATE" if has_bytes else "N", help=help)
     return combined(
-        lambda text: Pace(has_bytes=has_bytes) if text is None else parse_pace(text, has_bytes=has_bytes),
-        option("rate_limit", str, "--rate", metavar="RATE" if has_bytes else "N", help=help),
+        lambda text: Pace(has_bytes=has_bytes) if text is None else parse_pace(text, has_bytes=has_bytes), rate
     )
 
 
@@ -178,12 +173,6 @@ BinaryFormatOption = Annotated[
 ]
 
 
-def _protocol(version: ProtocolVersion) -> Any:
-    from bkctl.protocol.messages import Protocol
-
-    return Protocol.V2 if version is ProtocolVersion.V2 else Protocol.V3
-
-
 class ProtocolVersion(StrEnum):
     """The wire protocol."""
 
@@ -191,19 +180,20 @@ class ProtocolVersion(StrEnum):
     V3 = "v3"
 
 
+def _protocol(version: ProtocolVersion) -> Any:
+    from bkctl.protocol.messages import Protocol
+
+    return Protocol[version.name]
+
+
 #: `--protocol` as a bkctl.protocol.messages.Protocol.
 ProtocolOption = Annotated[
     Any,
     text_option(
-        "protocol_version",
-        _protocol,
-        "--protocol",
-        kind=ProtocolVersion,
-        default=ProtocolVersion.V3,
-        metavar="v2|v3",
+        "protocol_version", _protocol, "--protocol", kind=ProtocolVersion, default=ProtocolVersion.V3, metavar="v2|v3",
         help="Wire protocol; v2 carries no ledger scope.",
     ),
-]
+]  # fmt: skip
 
 
 def _digest_type(text: str) -> Any:
@@ -257,15 +247,6 @@ DigestToCheck = Annotated[
 ]
 
 
-def _key_values(texts: Sequence[str] | None) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for key, value in _keys_and_values(texts).items():
-        if value is None:
-            raise UsageError(f"--custom-metadata {key!r}: not KEY=VALUE")
-        found[key] = value
-    return found
-
-
 def _keys_and_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
     found: dict[str, bytes | None] = {}
     for text in texts or ():
@@ -278,20 +259,25 @@ def _keys_and_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
     return found
 
 
-def _custom_metadata(metavar: str, help: str) -> Parameter:
-    return option("custom_metadata", list[str], "--custom-metadata", metavar=metavar, help=help)
+def _key_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
+    found = _keys_and_values(texts)
+    if without := [key for key, value in found.items() if value is None]:
+        raise UsageError(f"--custom-metadata {without[0]!r}: not KEY=VALUE")
+    return found
+
+
+def _custom_metadata(read: Callable[..., Any], metavar: str, help: str) -> Composite:
+    return combined(read, option("custom_metadata", list[str], "--custom-metadata", metavar=metavar, help=help))
 
 
 #: `--custom-metadata KEY=VALUE`, repeatable.
 CustomMetadata = Annotated[
-    dict[str, bytes],
-    combined(_key_values, _custom_metadata("KEY=VALUE", "Custom metadata of the ledger; repeatable.")),
+    dict[str, bytes], _custom_metadata(_key_values, "KEY=VALUE", "Custom metadata of the ledger; repeatable.")
 ]
 
 #: `--custom-metadata KEY[=VALUE]` of a filter, repeatable: the value is None where the key alone is given.
-CUSTOM_METADATA_FILTER: Final = combined(
-    _keys_and_values,
-    _custom_metadata("KEY[=VALUE]", "List only ledgers with this custom metadata, or with this key; repeatable."),
+CUSTOM_METADATA_FILTER: Final = _custom_metadata(
+    _keys_and_values, "KEY[=VALUE]", "List only ledgers with this custom metadata, or with this key; repeatable."
 )
 
 
@@ -317,16 +303,11 @@ LedgerShape = Annotated[
         _shape_size("write_quorum", "--write-quorum", "Number of bookies that store each entry.", 2),
         _shape_size("ack_quorum", "--ack-quorum", "Number of bookies that must acknowledge an entry.", 2),
         text_option(
-            "digest_type_name",
-            _digest_type,
-            "--digest-type",
-            metavar="TYPE",
-            help="CRC32C, CRC32, HMAC or DUMMY.",
-            show_default=True,
-            default="CRC32C",
+            "digest_type_name", _digest_type, "--digest-type", metavar="TYPE", help="CRC32C, CRC32, HMAC or DUMMY.",
+            show_default=True, default="CRC32C",
         ),
     ),
-]
+]  # fmt: skip
 
 
 def file_argument(help: str) -> Composite:
@@ -362,9 +343,7 @@ YesReally = Annotated[
 UndoOption = Annotated[
     Path | None,
     typer.Option(
-        "--undo",
-        metavar="FILE",
-        help="New file for 'metadata undo' (default: in the user's state directory), or none.",
+        "--undo", metavar="FILE", help="New file for 'metadata undo' (default: in the user's state directory), or none."
     ),
 ]
 
@@ -448,13 +427,6 @@ class EntryIdRange(NamedTuple):
     last: int | None
 
 
-def _parse_entry_id(text: str, flag: str) -> int:
-    number = parse_number(text, flag)
-    if not 0 <= number < 1 << 63:
-        raise UsageError(f"{flag} {text}: entry ids are 0 or more, below 2^63")
-    return number
-
-
 def _entry_range(first: int | None, last: int | None) -> EntryIdRange:
     if first is not None and last is not None and first > last:
         raise UsageError(f"--from {first} is after --to {last}")
@@ -466,8 +438,8 @@ Entries = Annotated[
     EntryIdRange,
     combined(
         _entry_range,
-        _parsed_option("entry", _parse_entry_id, "--from", metavar="ENTRY", help="First entry id (default 0)."),
-        _parsed_option("entry", _parse_entry_id, "--to", metavar="ENTRY", help="Last entry id, inclusive."),
+        _entry_option("--from", "First entry id (default 0)."),
+        _entry_option("--to", "Last entry id, inclusive."),
     ),
 ]
 

@@ -10,17 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
-from types import TracebackType
 from typing import Any, BinaryIO, Final, TextIO
 
 from bkctl.columns import Column, Columns, Constant, Kind
 
 from .columns import ALL, Output, RowOrder, RowSelection
-from .lines import Cells, Lines, cell_text, nested_text
+from .lines import Cells, Lines, cell_text, nested_text, yaml_items, yaml_text
 from .table import PATIENCE_S, Table
 from .terminal import ClosedOutput, emit, flush, has_links, linked, terminal_width
 from .texts import BOLD, RESET, plain, plain_lines, size_text, wrapped
-from .yaml import yaml_items, yaml_text
 
 #: A batch has as many rows as give about this much text, by the size of the batch before; 512 at most.
 BATCH_CHARS: Final = 1 << 20
@@ -29,8 +27,6 @@ FIRST_BATCH_ROWS: Final = 16
 #: Rows that --sort keeps in memory, and rows of one read of its temporary file.
 SORTED_ROWS: Final = 10_000
 _BLOCK_ROWS: Final = 64
-#: The key of a row that is kept to be sorted, where none of its columns is the key.
-_KEY: Final = "\0key"
 
 
 class RowWriter:
@@ -85,9 +81,7 @@ class RowWriter:
     def __enter__(self) -> RowWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and (issubclass(kind, ClosedOutput) or self._is_empty()):
             # A command that fails before its first row prints only the error.
             return
@@ -149,7 +143,7 @@ class RowWriter:
         """
         self._flush()
         if count:
-            self._print(count, values)
+            self._put(count, self._fields.of_columns(count, values))
         if time.monotonic() - self._pushed > PATIENCE_S:
             self._push()
 
@@ -160,10 +154,7 @@ class RowWriter:
     def _flush(self) -> None:
         if self._rows:
             rows, self._rows = self._rows, []
-            self._print(len(rows), self._fields.columns(rows))
-
-    def _print(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
-        self._put(count, self._fields.of_columns(count, values))
+            self._put(len(rows), self._fields.of_columns(len(rows), self._fields.columns(rows)))
 
     def _put(self, count: int, made: str | Iterable[tuple[str, ...]]) -> None:
         """Print `count` rows as `_fields` makes them: a text, or cells of the table."""
@@ -208,45 +199,44 @@ class SortedWriter(RowWriter):
 
     def __init__(self, columns: Columns, output: Output, order: RowOrder, **settings: Any) -> None:
         self._order = order
-        self._kept: list[dict[str, Any]] = []
+        #: The keys of the rows that have no text yet, and (key, row as it is printed) of the rows that have.
+        self._keys: list[tuple[Any, ...]] = []
+        self._kept: list[tuple[tuple[Any, ...], Any]] = []
         self._file: BinaryIO | None = None
-        #: The blocks of each run: offset and size of a pickled list of (key, row as it is printed).
+        #: The blocks of each run: offset and size of a pickled part of `_kept`.
         self._runs: list[list[tuple[int, int]]] = []
         super().__init__(columns, output, **settings)
 
     def use(self, columns: Columns) -> None:
         """Take the values of later rows from `columns`: the same fields, from other sources."""
-        key = columns.key
-        own_key = key if key is not None and key not in columns.columns else None
-        every = columns.columns if own_key is None else (*columns.columns, own_key.replaced(name=_KEY))
-        self._getters = {column.name: column.getter() for column in every}
-        self._constants = {column.name: column.source.value for column in every if isinstance(column.source, Constant)}
-        kept = {column.name: column.replaced(source=itemgetter(column.name)) for column in every}
-        kept_key = kept.pop(_KEY, None) or (kept[key.name] if key is not None else None)
-        kept_columns = Columns(*kept.values(), key=kept_key)
-        self._value = kept_columns.find(self._order.column, "--sort").getter()
-        super().use(kept_columns)
+        super().use(columns)
+        varying = [each for each in columns.columns if not isinstance(each.source, Constant)]
+        given = columns.changed(**{each.name: {"source": itemgetter(each.name)} for each in varying})
+        self._value, self._value_of_given = (
+            each.find(self._order.column, "--sort").getter() for each in (columns, given)
+        )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None or not issubclass(kind, ClosedOutput):
-                if self._runs:
-                    self._spill()
-                    self._print_merged()
-                else:
-                    self._sort()
-                    for row in self._kept[: self._selection.limit]:
-                        super().row(row)
-            super().__exit__(kind, error, trace)
+                self._flush()
+                self._sort()
+                runs = [*map(self._read_run, self._runs), self._kept]
+                merged = heapq.merge(*runs, key=itemgetter(0), reverse=self._order.reverse)
+                rows = islice(map(itemgetter(1), merged), self._selection.limit)
+                while batch := list(islice(rows, self._batch_rows)):
+                    self._put(len(batch), "".join(batch) if isinstance(batch[0], str) else batch)
+            super().__exit__(kind)
         finally:
             if self._file is not None:
                 self._file.close()
 
     def row(self, row: Any) -> None:
         """Keep one row."""
-        self._keep({name: get(row) for name, get in self._getters.items()})
+        self._keys.append(self._order.key(self._value(row)))
+        self._rows.append(self._fields.values(row))
+        if len(self._rows) >= min(BATCH_ROWS, SORTED_ROWS):
+            self._flush()
 
     def rows(self, rows: Iterable[Any]) -> None:
         """Keep rows."""
@@ -255,51 +245,44 @@ class SortedWriter(RowWriter):
 
     def block(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
         """Keep rows given as columns."""
+        self._flush()
         for at in range(count):
-            given = {name: value.value if isinstance(value, Constant) else value[at] for name, value in values.items()}
-            self._keep(self._constants | given)
+            row = {name: each.value if isinstance(each, Constant) else each[at] for name, each in values.items()}
+            self._keys.append(self._order.key(self._value_of_given(row)))
+        self._keep(count, values)
 
-    def _keep(self, row: dict[str, Any]) -> None:
-        self._kept.append(row)
-        if len(self._kept) >= SORTED_ROWS:
-            limit = self._selection.limit
-            if limit is not None and limit <= SORTED_ROWS // 2:
-                self._sort()
-                del self._kept[limit:]
-            else:
-                self._spill()
+    def _flush(self) -> None:
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self._keep(len(rows), self._fields.columns(rows))
 
-    def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        return self._order.key(self._value(row))
-
-    def _sort(self) -> None:
-        self._kept.sort(key=self._key, reverse=self._order.reverse)
-
-    def _spill(self) -> None:
-        """Write the kept rows to the temporary file as a run."""
+    def _keep(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
+        """Keep rows as they are printed; write them to the temporary file as a sorted run where they are too many."""
+        self._kept += zip(self._keys, self._fields.of_each(count, values), strict=True)
+        self._keys = []
+        if len(self._kept) < SORTED_ROWS:
+            return
+        self._sort()
+        limit = self._selection.limit
+        if limit is not None and limit <= SORTED_ROWS // 2:
+            del self._kept[limit:]
+            return
         import pickle
         from tempfile import TemporaryFile
 
         if self._file is None:
             self._file = TemporaryFile(prefix="bkctl-sort-")  # noqa: SIM115 (closed by __exit__)
-        self._sort()
-        kept, self._kept = self._kept, []
         blocks = []
-        for at in range(0, len(kept), _BLOCK_ROWS):
-            rows = kept[at : at + _BLOCK_ROWS]
-            data = pickle.dumps(list(zip(map(self._key, rows), self._fields.of_each(rows), strict=True)))
+        for at in range(0, len(self._kept), _BLOCK_ROWS):
+            data = pickle.dumps(self._kept[at : at + _BLOCK_ROWS])
             blocks.append((self._file.tell(), len(data)))
             self._file.write(data)
-        self._runs.append(blocks)
-
-    def _print_merged(self) -> None:
-        """Print the rows of all runs."""
-        assert self._file is not None
         self._file.flush()
-        merged = heapq.merge(*map(self._read_run, self._runs), key=itemgetter(0), reverse=self._order.reverse)
-        rows = islice(map(itemgetter(1), merged), self._selection.limit)
-        while batch := list(islice(rows, self._batch_rows)):
-            self._put(len(batch), "".join(batch) if isinstance(batch[0], str) else batch)
+        self._runs.append(blocks)
+        self._kept = []
+
+    def _sort(self) -> None:
+        self._kept.sort(key=itemgetter(0), reverse=self._order.reverse)
 
     def _read_run(self, blocks: list[tuple[int, int]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
         import pickle

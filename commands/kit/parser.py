@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, NamedTuple, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -87,6 +87,48 @@ def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
     finally:
         param.opts = names
     return record
+
+
+class Option(NamedTuple):
+    """An option as the user sees it, or an argument, which has no names."""
+
+    names: tuple[str, ...]
+    metavar: str
+    help: str
+    choices: tuple[str, ...]
+    is_flag: bool
+    panel: str | None
+    repeatable: bool
+
+
+def context_of(command: Any, name: str, parent: Any) -> Any:
+    """Return the context in which a command runs that was typed as `name` behind `parent`."""
+    return command.context_class(command, info_name=name, parent=parent, **command.context_settings)
+
+
+def read_parameters(command: Any, context: Any) -> list[tuple[Any, Option]]:
+    """Return the parameters that the help of a command shows."""
+    found: list[tuple[Any, Option]] = []
+    for param in command.get_params(context):
+        record = help_record(param, context)
+        if record is None:
+            continue
+        is_flag = bool(getattr(param, "is_flag", False))
+        choices = tuple(str(choice.value) for choice in param.type_descriptor.choices or ())
+        metavar = param.metavar or ("|".join(choices) if choices else param.bare_type().upper())
+        if not choices and "|" in metavar and "[" not in metavar:
+            choices = tuple(word for word in metavar.split("|") if word.islower())
+        option = Option(
+            () if param.param_type_name == "argument" else (*sorted(shown_names(param), key=len),),
+            "" if is_flag else metavar,
+            re.sub(r"\s+", " ", record[1]).strip(),
+            choices,
+            is_flag,
+            getattr(param, "rich_help_panel", None),
+            bool(getattr(param, "multiple", False)) or param.nargs == -1,
+        )
+        found.append((param, option))
+    return found
 
 
 def take_session_flags(ctx: Any, params: Iterable[Any], args: list[str]) -> list[str]:

@@ -13,7 +13,6 @@ import typer
 
 from bkctl.columns import Column, Columns, Constant, Kind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.ids import LedgerId
 
 from .columns import Output, payload_column
 from .command import Run
@@ -66,48 +65,32 @@ class TypeName(StrEnum):
 class RecordOptions(NamedTuple):
     """The records to show, and their form."""
 
-    ledger: LedgerId | None
-    scope_id: int | None
-    entry_id: int | None
-    types: list[TypeName] | None
-    position_first: int
-    position_last: int | None
-    limit: int | None
-    body: bool
-    format: BinaryFormat | None
-    digest_type: DigestType | None
+    ledgers: ScanFilter = ScanFilter(None, None)
+    entry_id: int | None = None
+    position_first: int | None = None
+    position_last: int | None = None
+    types: list[TypeName] | None = None
+    limit: int | None = None
+    body: bool = False
+    format: BinaryFormat | None = None
+    digest_type: DigestType | None = None
 
     def filter(self) -> RecordFilter:
-        """Return the RecordFilter that these options ask for."""
+        """Return the RecordFilter that these options ask for. Raises UsageError for a negative position."""
         from bkctl.files.record_filter import RecordFilter
         from bkctl.formats.record import RecordType
 
+        for position, flag in ((self.position_first, "--from-pos"), (self.position_last, "--to-pos")):
+            if position is not None and position < 0:
+                raise UsageError(f"{flag} {position}: a position is 0 or more")
         types = None if not self.types else frozenset(RecordType(name.value) for name in self.types)
-        return RecordFilter(self.ledger, self.scope_id, self.entry_id, types, self.position_first, self.position_last)
-
-
-def _record_options(
-    ledgers: ScanFilter,
-    entry_id: int | None,
-    first: int | None,
-    last: int | None,
-    types: list[TypeName] | None,
-    limit: int | None,
-    body: bool,
-    format: BinaryFormat | None,
-    digest_type: DigestType | None,
-) -> RecordOptions:
-    for position, flag in ((first, "--from-pos"), (last, "--to-pos")):
-        if position is not None and position < 0:
-            raise UsageError(f"{flag} {position}: a position is 0 or more")
-    body = body or format is not None
-    return RecordOptions(*ledgers, entry_id, types, first or 0, last, limit, body, format, digest_type)
+        return RecordFilter(*self.ledgers, self.entry_id, types, self.position_first or 0, self.position_last)
 
 
 Records = Annotated[
     RecordOptions,
     combined(
-        _record_options,
+        RecordOptions,
         SCAN_LEDGERS,
         number_option("--entry", "Only this entry id."),
         number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
@@ -152,11 +135,7 @@ def record_columns(
     """Return the columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
     from bkctl.formats.record import NO_LEDGER, RecordType
 
-    digest_type = options.digest_type
-    explicit_lac, ledger_key = RecordType.EXPLICIT_LAC, RecordType.LEDGER_KEY
-
-    def ledger(record: Record) -> LedgerId | None:
-        return None if record.ledger == NO_LEDGER else record.ledger
+    digest_type, explicit_lac = options.digest_type, RecordType.EXPLICIT_LAC
 
     def last_add_confirmed(record: Record) -> int | None:
         return _explicit_lac(record) if record.type is explicit_lac else record.last_add_confirmed
@@ -164,12 +143,9 @@ def record_columns(
     def size(record: Record) -> int | None:
         return None if digest_type is None and record.format_version == 1 else record.payload_size(digest_type)
 
-    def master_key(record: Record) -> bytes | None:
-        return record.special_payload if record.type is ledger_key else None
-
     columns = [
-        Column("LEDGER", "ledger", ledger, Kind.LEDGER),
-        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER, text=_entry_text),
+        Column("LEDGER", "ledger", lambda row: None if row.ledger == NO_LEDGER else row.ledger, Kind.LEDGER),
+        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER, text=lambda each: NULL if each < 0 else str(each)),
         Column("LAC", "lastAddConfirmed", last_add_confirmed, Kind.INTEGER),
         Column("LENGTH", "length", "length", Kind.INTEGER),
         Column("SIZE", "size", size, Kind.INTEGER),
@@ -182,21 +158,20 @@ def record_columns(
         Column("FILE", "file", Constant(str(path)), flexible=True, text=lambda path: Path(path).name),
     ]
     if secrets:
-        columns.append(Column("MASTER KEY", "masterKey", master_key, Kind.BINARY, optional=True, text=bytes.hex))
-    if options.body:
+        columns.append(Column("MASTER KEY", "masterKey", _master_key, Kind.BINARY, optional=True, text=bytes.hex))
+    if options.body or options.format is not None:
         columns.append(payload_column(lambda record: record.payload(digest_type), options.format))
     return Columns(*columns, key="offset")
 
 
 def shown_record_columns(id_name: str) -> Columns:
     """Return the columns of records with and without --body and --show-secrets."""
-    plain = RecordOptions(None, None, None, None, 0, None, None, False, None, None)
-    variants = (plain, False), (plain._replace(body=True), True)
+    variants = (RecordOptions(), False), (RecordOptions(body=True), True)
     return union(*(record_columns(Path(), None, id_name, options, secrets=secrets) for options, secrets in variants))
 
 
-def _entry_text(entry_id: int) -> str:
-    return NULL if entry_id < 0 else str(entry_id)
+def _master_key(record: Record) -> bytes | None:
+    return record.special_payload if record.type.value == TypeName.LEDGER_KEY.value else None
 
 
 def _explicit_lac(record: Record) -> int | None:
@@ -221,9 +196,10 @@ def print_records(
     Raises the error of the one damaged file, or Corrupt naming how many there are; NotFound if every file ends before
     the position to begin at.
     """
-    if options.format is BinaryFormat.RAW and run.out.given_output is not Output.TABLE:
+    is_raw, has_body = options.format is BinaryFormat.RAW, options.body or options.format is not None
+    if is_raw and run.out.given_output is not Output.TABLE:
         raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.out.given_output} out")
-    if options.format is not BinaryFormat.RAW:
+    if not is_raw:
         options = options._replace(limit=run.out.limit_sorted(options.limit))
     tally = _Tally(options)
     errors: list[BkctlError] = []
@@ -233,24 +209,23 @@ def print_records(
         for path, file_id, batches in files:
             with suppress(FileNotFoundError):  # A running bookie deleted it meanwhile.
                 sizes[path] = path.stat().st_size
+            columns = record_columns(path, file_id, id_name, options, secrets=secrets)
             try:
-                if options.format is BinaryFormat.RAW:
+                if is_raw:
                     for record in tally.records(batches):
                         run.out.raw(record.payload(options.digest_type) or b"")
                 else:
-                    columns = record_columns(path, file_id, id_name, options, secrets=secrets)
                     writer = writer or stack.enter_context(run.out.rows(columns))
                     writer.use(columns)
-                    if options.body:
+                    if has_body:
                         writer.rows(tally.records(batches))
-                    else:
-                        for batch in tally.batches(batches):
-                            _write_batch(writer, batch, options.digest_type)
+                    for batch in () if has_body else tally.batches(batches):
+                        _write_batch(writer, batch, options.digest_type)
             except (Corrupt, Unsupported) as error:
                 errors.append(error)
             if tally.left == 0:
                 break
-        if writer is None and options.format is not BinaryFormat.RAW:
+        if writer is None and not is_raw:
             stack.enter_context(run.out.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
     if tally.unknown:
         run.out.note(
@@ -258,9 +233,10 @@ def print_records(
             "add --digest-type"
         )
     run.out.raise_first(errors)
-    if sizes and options.position_first > max(sizes.values()):
+    first = options.position_first or 0
+    if sizes and first > max(sizes.values()):
         path, size = max(sizes.items(), key=itemgetter(1))
-        raise NotFound(f"{path} ends at byte {size}, before --from-pos {options.position_first}")
+        raise NotFound(f"{path} ends at byte {size}, before --from-pos {first}")
 
 
 def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType | None) -> None:
@@ -268,9 +244,7 @@ def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType 
         writer.row(batch.record)
         return
     sizes = batch.payload_sizes(digest_type)
-    writer.block(
-        len(batch),
-        {
+    writer.block(len(batch), {
             "ledger": batch.ledgers,
             "entryId": batch.numbers("entry_ids"),
             "lastAddConfirmed": batch.numbers("last_add_confirmed"),
@@ -281,8 +255,7 @@ def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType 
             "recordSize": batch.numbers("sizes"),
             "type": Constant(TypeName.ENTRY),
             "masterKey": Constant(None),
-        },
-    )
+    })  # fmt: skip
 
 
 class _Tally:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from io import StringIO
 from shutil import get_terminal_size
 from typing import Any, Final
@@ -39,21 +40,32 @@ def watch(
     """Watch as Run.watch describes. Never returns; raises the errors of `look`."""
     if output in (Output.JSON, Output.YAML):
         raise UsageError(f"--watch has no end, and -o {output} is one document", hint="use -o ndjson")
-    printer: _Pages | _Rows
+    take: Callable[[Iterable[Any]], None]
     if output in (Output.TABLE, Output.WIDE):
-        printer = _Pages(columns, output, selection, seconds=seconds, single=single, color=color)
+        pages = _Pages(f", every {seconds:g} s; Ctrl-C ends it", color)
+
+        def take(rows: Iterable[Any]) -> None:
+            page = _Page()
+            if single:
+                show(next(iter(rows)), columns, output, stream=page, color=color, selection=selection)
+            else:
+                note = partial(print, file=page)
+                with open_writer(columns, output, selection, stream=page, color=color, note=note) as writer:
+                    writer.rows(rows)
+            pages.print(page.getvalue())
+
     elif selection.order is not None:
         raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {output}")
     else:
         shown = selection.of(columns, output)
         # Only single objects have no ids.
-        printer = _Rows(shown, output, key or (shown.key.getter() if shown.key is not None else lambda _: None))
+        take = _Rows(shown, output, key or (shown.key.getter() if shown.key is not None else lambda _: None)).print
     changed = threading.Event()
     cancel = subscribe(changed.set) if subscribe is not None else None
     try:
         while True:
             changed.clear()
-            printer.print(look())
+            take(look())
             if changed.wait(seconds):
                 time.sleep(SETTLE_S)
     finally:
@@ -71,27 +83,11 @@ class _Page(StringIO):
 class _Pages:
     """Tables: drawn over the last one on a terminal, else printed one below the other."""
 
-    def __init__(
-        self, columns: Columns, output: Output, selection: RowSelection, *, seconds: float, single: bool, color: bool
-    ) -> None:
-        self._columns, self._output, self._selection = columns, output, selection
-        self._seconds, self._single, self._color = seconds, single, color
+    def __init__(self, title: str, color: bool) -> None:
+        self._title, self._color = title, color
         self._last: str | None = None
 
-    def print(self, rows: Iterable[Any]) -> None:
-        page = _Page()
-        if self._single:
-            show(
-                next(iter(rows)), self._columns, self._output, stream=page, color=self._color,
-                selection=self._selection,
-            )  # fmt: skip
-        else:
-            with open_writer(
-                self._columns, self._output, self._selection, stream=page, color=self._color,
-                note=lambda text: print(text, file=page),
-            ) as writer:  # fmt: skip
-                writer.rows(rows)
-        text = page.getvalue()
+    def print(self, text: str) -> None:
         if sys.stdout.isatty():
             self._draw(text)
         elif text != self._last:
@@ -101,7 +97,7 @@ class _Pages:
 
     def _draw(self, text: str) -> None:
         moment = iso_time(time.time_ns() // 1_000_000)[11:19]
-        title = f"{moment}Z, every {self._seconds:g} s; Ctrl-C ends it"[: terminal_width()]
+        title = f"{moment}Z{self._title}"[: terminal_width()]
         title = f"{BOLD}{title}{RESET}" if self._color else title
         if text == self._last:
             # Save the cursor, move home, and restore it: only the clock of this look is new.

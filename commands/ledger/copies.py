@@ -12,7 +12,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.command import Printer, Run, command, group, object_of, rows_of
 from ..kit.connection import LoginOfTarget
-from ..kit.ledger_options import LedgersOrFile, LedgerToCreate, ManyLedgers, to_scope_option
+from ..kit.ledger_options import LedgersOrFile, LedgerToCreate, ManyLedgers, scope_option
 from ..kit.next_steps import next_column
 from ..kit.options import (
     CopyPace,
@@ -176,7 +176,7 @@ def copy(
     ],
     pace: CopyPace,
     login: LoginOfTarget,
-    to_scope_id: Annotated[int | None, to_scope_option("Ledger scope id of the copy (default: unchanged).")],
+    to_scope_id: Annotated[int | None, scope_option("Ledger scope id of the copy (default: unchanged).", "--to-scope")],
     to: Annotated[
         str | None, flag("--to URI", "The cluster of the copy, by metadata URI or context:NAME (default: this one).")
     ] = None,

@@ -18,7 +18,7 @@ from bkctl.ids import LedgerId
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, flag, option, parameter
-from ..kit.settings import SETTINGS, ValueType
+from ..kit.settings import SETTINGS
 from ..kit.texts import counted
 from .page import Section, write_pages
 from .saves import SAVE_OPTIONS, Saves, check_saves, check_spark_saves, frame_rows
@@ -262,22 +262,13 @@ def connection_options(run: Run) -> dict[str, str]:
         first, *words = setting.key.split("-")
         name, value = first + "".join(map(str.capitalize, words)), getattr(given, setting.field)
         if name in CONNECTION_OPTIONS and value:
-            chosen[name] = _option_text(setting.type, value)
+            chosen[name] = (
+                "true" if value is True else ",".join(value) if isinstance(value, tuple) else setting.type.write(value)
+            )
     chosen |= {"metadataUri": run.access.connection().uri, "timeoutSeconds": str(max(1, round(run.access.timeout_s)))}
     if given.metadata_user is not None and given.metadata_password_file is None:
         chosen["metadataPasswordEnv"] = "BKCTL_METADATA_PASSWORD"
     return chosen
-
-
-def _option_text(type: ValueType, value: Any) -> str:
-    match type:
-        case ValueType.FILE:
-            return str(value.absolute())
-        case ValueType.SWITCH:
-            return "true"
-        case ValueType.ADDRESSES:
-            return ",".join(value)
-    return str(value)
 
 
 def check_cluster(run: Run) -> None:

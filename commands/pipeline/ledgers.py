@@ -17,7 +17,7 @@ from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.command import Run, command, group, rows_of
-from ..kit.ledger_options import AnyLedgers, to_scope_option
+from ..kit.ledger_options import AnyLedgers, scope_option
 from ..kit.options import DryRun, combined, duration_option, flag, option
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
@@ -191,7 +191,9 @@ def import_(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A directory that 'pipeline export' created.")],
     to_scope_id: Annotated[
         int | None,
-        to_scope_option("Create the ledgers in this scope, under their ledger ids (default: the scope of each)."),
+        scope_option(
+            "Create the ledgers in this scope, under their ledger ids (default: the scope of each).", "--to-scope"
+        ),
     ],
     sizes: NewSizes,
     spark: SparkOptions,
@@ -233,7 +235,7 @@ def import_(
 def migrate_scope(
     run: Run,
     which: AnyLedgers,
-    to_scope_id: Annotated[int | None, to_scope_option("The scope to copy into; the ledger ids stay.")],
+    to_scope_id: Annotated[int | None, scope_option("The scope to copy into; the ledger ids stay.", "--to-scope")],
     sizes: NewSizes,
     spark: SparkOptions,
     saves: SaveRows,

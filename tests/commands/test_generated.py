@@ -13,16 +13,14 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster, data_directory
-from bkctl.commands import generate
-from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit import completion
 from bkctl.commands.kit.audit import audit_file, state_directory
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.command import ASKS
 from bkctl.commands.kit.contexts import config_file
-from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.commands.kit.work import progress_directory
+from bkctl.commands.main import root
 from bkctl.errors import EXIT_CODES
 from bkctl.http.local_token import token_path
 from bkctl.ids import LedgerId
@@ -292,10 +290,10 @@ def test_completion_offers_values_behind_an_equals_sign(complete: object, shell_
     assert words("bkctl bookies list --state=r") == {"rw", "ro"}
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_bash_leaves_out_what_is_given(shell_environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("complete", SHELLS)
+def test_completion_leaves_out_what_is_given(complete: object, shell_environment: dict[str, str]) -> None:
     def words(line: str) -> set[str]:
-        return set(complete_bash(line, shell_environment))
+        return set(complete(line, shell_environment))  # type: ignore[operator]
 
     assert "--count" in words("bkctl ledger list --c")
     assert "--count" not in words("bkctl ledger list --count --c")
@@ -303,41 +301,34 @@ def test_bash_leaves_out_what_is_given(shell_environment: dict[str, str]) -> Non
     assert "--state" in words("bkctl ledger list --state OPEN --s")
 
 
-def test_bash_offers_the_options_of_each_command() -> None:
-    """One shell for all commands: their children and long options, and what completes the value of each option."""
-    script = (
-        'source "$1"; compopt() { COMPREPLY+=(files); }; '
-        "while IFS= read -r COMP_LINE; do COMP_POINT=${#COMP_LINE}; _bkctl; "
-        'printf "%s " "${COMPREPLY[@]}"; echo; done'
-    )
-    expected: dict[str, list[str]] = {}
-    for page in PAGES:
-        prefix = " ".join(["bkctl", *page.path])
-        names = [name for option in page.options for name in option.names if name.startswith("--")]
-        expected[f"{prefix} -"] = sorted(names)
-        if page.children:
-            expected[f"{prefix} "] = sorted([*(child.path[-1] for child in page.children), *names])
-        for option in page.options:
-            for name in option.names:
-                if option.choices:
-                    expected[f"{prefix} {name} "] = sorted(option.choices)
-                elif option.metavar in FILE_METAVARS:
-                    expected[f"{prefix} {name} "] = ["files"]
-    done = subprocess.run(
-        ["bash", "--norc", "-c", script, "_", str(ROOT / "completions/bkctl.bash")],
-        capture_output=True, text=True, timeout=LIMIT_S, check=True, input="".join(f"{line}\n" for line in expected),
-    )  # fmt: skip
-    assert done.stderr == ""
-    found = dict(zip(expected, (sorted(line.split()) for line in done.stdout.splitlines()), strict=True))
-    assert found == expected
+def candidates_of(*words: str) -> list[str] | None:
+    found = completion.CommandLine(root(), [*words]).candidates()
+    return None if found is None else sorted(each.text for each in found)
 
 
-def test_completions_list_each_option_once() -> None:
-    assert sum(len(FILES[name].encode()) for name in FILES if name.startswith("completions/")) < 160 << 10
-    for name in ("completions/_bkctl", "completions/bkctl.fish"):
-        for text in {option.help for page in PAGES for option in page.options if option.panel == GLOBAL_PANEL}:
-            plain = FILES[name].replace("'\\''", "'").replace("\\", "")
-            assert plain.count(text) <= 2, (name, text)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
+def test_completion_offers_the_options_of_each_command(page: Page) -> None:
+    names = [name for option in page.options for name in option.names if name.startswith("--")]
+    assert candidates_of(*page.path, "-") == sorted(names)
+    if page.children:
+        assert candidates_of(*page.path, "") == sorted(child.path[-1] for child in page.children)
+    for option in page.options:
+        for name in option.names:
+            if option.choices:
+                assert candidates_of(*page.path, name, "") == sorted(option.choices)
+            elif option.metavar in completion.FILES:
+                line = completion.CommandLine(root(), [*page.path, name, ""])
+                assert (line.candidates(), line.takes_files) == ([], True)
+
+
+def test_completion_reads_the_words_before_as_the_command_does() -> None:
+    assert candidates_of("-o", "json", "ledger", "tai") == ["tail"]
+    assert candidates_of("--quiet", "ledger", "list", "--count", "--cou") == []
+    assert candidates_of("progress", "--wa") == ["--watch"], "the options of the default command"
+    assert candidates_of("ledger", "nothing", "") == []
+    assert candidates_of("ledger", "list", "--nothing=") == []
+    assert candidates_of("cookie", "rename", "--", "b1:3181", "b2:3181", "") == candidates_of("cookie", "rename", "--")
+    assert candidates_of("ledger", "show", "") is None, "the cluster has them"
 
 
 @pytest.mark.parametrize("complete", SHELLS)
@@ -374,7 +365,6 @@ def test_answers_of_a_cluster_are_kept_for_a_few_seconds(tmp_path: Path, monkeyp
     from bkctl.metadata.cluster import open_cluster
 
     uri = f"sqlite://{tmp_path}/m.db"
-    words = ["ledger", "show", "-u", uri]
 
     def create(*ids: int) -> None:
         with open_cluster(uri, create=True) as cluster:
@@ -383,7 +373,7 @@ def test_answers_of_a_cluster_are_kept_for_a_few_seconds(tmp_path: Path, monkeyp
                 cluster.ledgers.create(LedgerId(0, ledger_id), metadata)
 
     def offered(text: str) -> list[str]:
-        return list(completion.candidates("ledger", [*words, text]))
+        return list(completion.candidates("ledger", {"g_metadata_uri": [uri]}, text))
 
     create(12, 13, 34)
     assert offered("1") == ["12", "13"]
@@ -411,7 +401,7 @@ def test_answers_of_a_cluster_are_kept_for_a_few_seconds(tmp_path: Path, monkeyp
 
 
 def test_completion_is_silent_and_ends_when_nothing_answers(tmp_path: Path) -> None:
-    environment = {**os.environ, "_BKCTL_COMPLETE": "ledger"}
+    environment = {**os.environ, "_BKCTL_COMPLETE": "bash"}
     for uri in ("zk://127.0.0.1:1/ledgers", "nonsense", f"sqlite://{tmp_path}/none"):
         done = subprocess.run(
             [sys.executable, "-m", "bkctl", "ledger", "show", "-u", uri, ""],
@@ -425,19 +415,6 @@ def test_commands_that_ask_say_that_yes_is_required_without_a_terminal() -> None
         names = {name for option in page.options for name in option.names}
         asks = bool(page.path) and "--yes" in names and "--yes-really" not in names
         assert page.help.endswith(ASKS) is asks, page.name
-
-
-def test_a_new_command_changes_only_lines_of_its_own_in_completions() -> None:
-    """Parallel branches that add commands must not renumber each other's lines."""
-    tree = generate.read_pages()
-    group = tree.children[0]
-    command = group.children[0]
-    option = command.options[0]._replace(names=("--aaa-of-its-own",))
-    added = command._replace(path=(*group.path, "added"), options=(option, *command.options))
-    more = tree._replace(children=(group._replace(children=(*group.children, added)), *tree.children[1:]))
-    for write in (generate.bash_completion, generate.zsh_completion, generate.fish_completion):
-        before, after = write(tree).splitlines(), set(write(more).splitlines())
-        assert len([line for line in before if line not in after]) <= 6, write.__name__
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")

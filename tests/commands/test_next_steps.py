@@ -33,7 +33,7 @@ def command_of(line: str) -> Any:
     assert words.pop(0) == "bkctl"
     node: Any = root()
     if words[0] in GROUPS:
-        node.load(words[0])
+        node.get_command(None, words[0])
     else:
         node.load_program()
     while words and words[0] in getattr(node, "commands", {}):

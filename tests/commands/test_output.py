@@ -22,10 +22,10 @@ from bkctl.columns import Column, Columns, Constant, Kind, iso_time
 from bkctl.commands.cluster import HEALTH_COLUMNS
 from bkctl.commands.kit.activity import Activity
 from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
+from bkctl.commands.kit.lines import yaml_text
 from bkctl.commands.kit.output import RowWriter, open_writer, show
 from bkctl.commands.kit.terminal import ClosedOutput, emit, wants_color
 from bkctl.commands.kit.texts import cut, duration_text, milliseconds, plain, plain_lines, size_text, width_of, words
-from bkctl.commands.kit.yaml import yaml_text
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import HealthFinding, Severity

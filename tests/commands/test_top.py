@@ -19,8 +19,7 @@ from support.command_line import CommandLine
 from support.fake_http import FakeServer
 from support.waiting import LIMIT_S
 
-from bkctl.commands.kit.keys import keys
-from bkctl.commands.top_screen import Screen, spark
+from bkctl.commands.top_screen import Screen, keys, spark
 from bkctl.http.bookie_load import LoadWatch
 from bkctl.http.client import ApiClient
 from bkctl.metadata.cluster import open_cluster
@@ -211,9 +210,9 @@ def test_keys_are_named_and_the_terminal_is_restored(monkeypatch: pytest.MonkeyP
             os.write(ours, b"q\x1b[A\x1bOB\x1b[99~\x7f\r\x01\xc3\xa9\x1b")
             found: list[str] = []
             while "escape" not in found:
-                found += pressed.read(60)
+                found += pressed(60)
             assert found == ["q", "up", "down", "backspace", "enter", "é", "escape"]
-            assert pressed.read(0) == []
+            assert pressed(0) == []
             raise ZeroDivisionError
         assert termios.tcgetattr(theirs) == before
     os.close(ours)

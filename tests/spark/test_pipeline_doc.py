@@ -209,7 +209,7 @@ def parse(line: str) -> str | None:
     if at is None or words[at + 1 : at + 2] != ["pipeline"]:
         return None
     name, *rest = words[at + 2 :]
-    root().load("pipeline").commands[name].make_context(name, rest, obj=Session())
+    root().get_command(None, "pipeline").commands[name].make_context(name, rest, obj=Session())
     return name
 
 
