@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from bkctl.errors import BkctlError
 from bkctl.spark.local.database import LocalDatabase, Query
-from bkctl.spark.local.functions import Expression, column, duckdb_type, quoted
-from bkctl.spark.local.functions import sum as sum_of
+from bkctl.spark.local.functions import Expression, LocalFunctions, column, duckdb_type, quoted
 from bkctl.spark.sources import SOURCES
 from bkctl.spark.sources.columns import arrow_schema
 
@@ -360,7 +359,7 @@ class Groups:
 
     def sum(self, *names: str) -> LocalFrame:
         """Return the sums of these columns."""
-        return self.agg(*(sum_of(name).alias(f"sum({name})") for name in names))
+        return self.agg(*(LocalFunctions.sum(name).alias(f"sum({name})") for name in names))
 
 
 def empty(schema: pa.Schema) -> str:
