@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from bkctl.errors import BkctlError
 from bkctl.spark.local.database import LocalDatabase, Query
 from bkctl.spark.local.functions import Expression, LocalFunctions, column, duckdb_type, quoted
-from bkctl.spark.sources import SOURCES
+from bkctl.spark.sources import source_named
 from bkctl.spark.sources.columns import arrow_schema
 
 if TYPE_CHECKING:
@@ -152,8 +151,7 @@ class LocalReader:
     def load(self, paths: Sequence[str] | None = None) -> LocalFrame:
         """Return the rows of the source. Queries plan and read it, in order of its partitions."""
         options = self._options if paths is None else {**self._options, "paths": json.dumps(list(paths))}
-        module, kind = SOURCES[self._name]
-        source = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)(options)
+        source = source_named(self._name)(options)
         schema = arrow_schema(source.schema())
 
         def batches() -> Iterator[pa.RecordBatch]:
