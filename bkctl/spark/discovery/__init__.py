@@ -1,4 +1,4 @@
-"""Installed as `pyspark_bkctl_NAME` for each source: lets PySpark find `bookkeeper.NAME`, without a call of `register`."""
+"""Installed as `pyspark_bkctl_NAME` for each source: PySpark finds `bookkeeper.NAME` without a call of `register`."""
 
 from contextlib import suppress
 

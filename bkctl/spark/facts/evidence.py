@@ -251,25 +251,19 @@ class IndexExtract:
             offset = (location & 0xFFFFFFFF) - 4
             for candidate, (path, _) in enumerate(self._parts.get(key, ())):
                 yield {
-                    "bookieId": self._bookie.bookie_id, "file": path, "logId": log_id, "scoped": scoped,
-                    "offset": offset, "candidate": candidate,
-                    **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
+                    "bookieId": self._bookie.bookie_id, "logId": log_id, "scoped": scoped, "offset": offset,
+                    "candidate": candidate, **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
                 }  # fmt: skip
 
     def _record_at(self, path: str, offset: int, ledger: LedgerId, entry_id: int) -> dict[str, Any]:
-        try:
-            record = self._logs.reader(path).entry_at(offset + 4)
-        except NotFound as error:
-            return {"problem": "missing", "detail": str(error)}
-        except (Corrupt, Unsupported, UsageError) as error:
-            return {"problem": "damaged", "detail": str(error)}
-        found: dict[str, Any] = {"ledgerQualifiedName": record.ledger.qualified_name, "entryId": record.entry_id}
-        if (record.ledger, record.entry_id) == (ledger, entry_id):
-            check = digest_of_v1 if record.format_version == 1 else digest_of_v2
-            found["digest"], is_evidence = check(record.body, 0, record.record_size), False
+        found = self._logs.record_at(path, offset, Corrupt, Unsupported, UsageError)
+        record = found.pop("record", None)
+        if (found.get("ledgerQualifiedName"), found.get("entryId")) == (ledger.qualified_name, entry_id):
+            check = digest_of_v2 if ledger.is_scoped else digest_of_v1
+            found["digest"], is_evidence = check(record, 0, len(record)), False
             if found["digest"] is None:
-                found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record.body)
-            found["record"] = record.body if is_evidence else None
+                found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
+            found["record"] = record if is_evidence else None
         return found
 
 

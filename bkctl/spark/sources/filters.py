@@ -44,8 +44,8 @@ class Conditions:
     def of(cls, options: SourceOptions) -> Conditions:
         """Return the conditions of the options `ledger`, else `ledgerScopeId`."""
         conditions = cls()
-        if options.text("ledger") is not None:
-            conditions.ledgers = frozenset(options.ledgers())
+        if named := options.ledgers():
+            conditions.ledgers = frozenset(named)
         elif (scope_id := options.scope_id()) is not None:
             conditions.values["ledgerScopeId"] = frozenset((scope_id,))
         return conditions

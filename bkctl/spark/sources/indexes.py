@@ -29,7 +29,7 @@ from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFil
 from bkctl.spark.sources.index_rows import DatabaseReader, IndexedEntries, entry_rows, ledger_row, ledger_rows
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import unseen
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, PathReader, PathSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -57,7 +57,7 @@ _COLUMNS: Final = {
 }  # fmt: skip
 
 
-class IndexReader(PathReader):
+class IndexReader(QueryReader):
     """Plans and reads indexes."""
 
     source = "bookkeeper.index"
@@ -66,6 +66,7 @@ class IndexReader(PathReader):
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
+        self._paths = options.paths()
         self._rows = options.choice("rows", IndexRowKind.ENTRIES)
         self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
         self.integers = ("entryId", "logId") if self._rows is IndexRowKind.ENTRIES else ()
@@ -170,7 +171,7 @@ class IndexReader(PathReader):
                     yield from entry_rows(schema, entries, self._conditions, constants)
 
 
-class IndexSource(PathSource):
+class IndexSource(TableSource):
     """The data source; see the module."""
 
     reads = IndexReader

@@ -28,6 +28,7 @@ from pyspark.sql.streaming.datasource import (
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.cluster_options import Client
+from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.ledgers import (
     NAME,
     EntryRange,
@@ -147,7 +148,7 @@ class _Look:
         self._listed = []
 
         def asked() -> Iterator[LedgerId]:
-            for ledger in self._settings.listed(client, self._settings.conditions()):
+            for ledger in self._settings.listed(client, Conditions.of(self._settings.options)):
                 self._listed.append(ledger)
                 if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
                     yield ledger
@@ -169,8 +170,8 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     `maxEntriesPerTrigger` and `maxBytesPerTrigger` (about).
     """
 
-    def __init__(self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType) -> None:
-        self._settings = settings
+    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
+        self._settings, options = settings, settings.options
         self._entries = EntryReader(settings, schema)
         self._entries_max = options.integer("maxEntriesPerTrigger", 0, 1) or None
         given = options.text("maxBytesPerTrigger")

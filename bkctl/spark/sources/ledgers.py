@@ -24,11 +24,11 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import attempt
-from bkctl.spark.sources.cluster_options import Client, ClusterOptions
+from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, constant, damage_row, ledger_values
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QueryReader
+from bkctl.spark.sources.readers import QUERY_OPTIONS, QueryReader
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -36,6 +36,17 @@ if TYPE_CHECKING:
 
 NAME: Final = "bookkeeper.ledger"
 COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "lastAddConfirmed", "length", "size", "formatVersion", "payload")
+OPTIONS: Final = (
+    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersFile", "customMetadata",
+    "entriesPerPartition", "maxPartitionBytes", "failOnDataLoss",
+    # of the stream
+    "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger",
+    # of the sink
+    "names", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType", "ledgerPasswordFile",
+    "ledgerPasswordEnv",
+    # Spark's own, which a sink of a stream gets as well
+    "checkpointLocation", "queryName",
+)  # fmt: skip
 PARTITION_SIZE_BYTES_DEFAULT: Final = 64 << 20
 PARTITION_ENTRIES_DEFAULT: Final = 100_000
 #: Rows and bytes of one batch for Spark, about.
@@ -67,10 +78,7 @@ class LedgerQuerySettings:
     """The cluster, ledgers and limits of a query, as plain values for driver and tasks."""
 
     def __init__(self, options: SourceOptions) -> None:
-        self.cluster = ClusterOptions(options)
-        self.mode = options.mode()
-        self.pushdown = options.flag("pushdown")
-        self.named = options.ledgers()
+        self.options, self.cluster, self.mode = options, ClusterOptions(options), options.mode()
         self._file = options.text("ledgersFile")
         self.fail_on_data_loss = options.flag("failOnDataLoss", True)
         self.scope_id = options.scope_id()
@@ -79,17 +87,10 @@ class LedgerQuerySettings:
         self.entries_per_partition = options.integer("entriesPerPartition", PARTITION_ENTRIES_DEFAULT, 1)
         self.partition_size = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES_DEFAULT)
 
-    def conditions(self) -> Conditions:
-        """Return the conditions of the options alone."""
-        conditions = Conditions(ledgers=frozenset(self.named) if self.named else None)
-        if self.scope_id is not None:
-            conditions.values["ledgerScopeId"] = frozenset([self.scope_id])
-        return conditions
-
     @property
     def are_needed(self) -> bool:
         """Return whether the ledgers of the query must exist: the options name them, and `failOnDataLoss` is true."""
-        return self.fail_on_data_loss and (bool(self.named) or self._file is not None)
+        return self.fail_on_data_loss and (self._file is not None or bool(self.options.ledgers()))
 
     def listed(self, client: Client, conditions: Conditions) -> Iterable[LedgerId]:
         """Return the ledgers that meet the conditions; named ones need not exist."""
@@ -177,13 +178,19 @@ def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) 
 class LedgerReader(QueryReader):
     """Plans and reads a table of entries; `partitions` and `read` need no Spark."""
 
+    source = NAME
+    options = OPTIONS
     integers = ("entryId",)
     never_null = COLUMNS
 
-    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
-        super().__init__(settings.conditions(), settings.mode, pushdown=settings.pushdown)
-        self._settings = settings
-        self._entries = EntryReader(settings, schema)
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._settings = LedgerQuerySettings(options)
+        self._entries = EntryReader(self._settings, schema)
+
+    @classmethod
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        return COLUMNS, ()
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of entries. Raises the errors of reading metadata and last adds confirmed."""

@@ -31,10 +31,10 @@ from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
 from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
-from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, ledger_values, source_schema, where_and_why
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+from bkctl.spark.sources.columns import DAMAGE, ledger_values, where_and_why
+from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QUERY_OPTIONS, DataSource, InputPartition, QueryReader
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -78,9 +78,6 @@ COLUMNS: Final[Mapping[str, Callable[[LedgerRow], Any]]] = {
         if column.kind is not Kind.LEDGER
     },
 }
-_OPTIONS: Final = (
-    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes",
-)  # fmt: skip
 
 
 @dataclass
@@ -122,50 +119,24 @@ class _Damage(NamedTuple):
     reason: str
 
 
-class MetadataSource(DataSource):
-    """The data source; see the module.
-
-    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
-    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
-    """
-
-    def __init__(self, options: dict[str, str]) -> None:
-        super().__init__(options)
-        self._checked = SourceOptions(NAME, options, _OPTIONS)
-        if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
-            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `spark.read.format`."""
-        return NAME
-
-    def schema(self) -> str:
-        """Return the columns that the options ask for, and `damage` in mode permissive."""
-        return source_schema(self._checked, list(COLUMNS))
-
-    def reader(self, schema: StructType) -> MetadataReader:
-        return MetadataReader(self._checked, schema)
-
-
 class MetadataReader(QueryReader):
     """Plans and reads; `partitions` and `read` need no Spark."""
 
+    source = NAME
+    options = (*CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes")
     never_null = LEDGER_COLUMNS
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        self._schema: pa.Schema = arrow_schema_of(schema)
+        super().__init__(options, schema)
         self._export = options.text("path")
         self._cluster = None if self._export is not None else ClusterOptions(options)
         self._range_size = options.integer("ledgersPerPartition", RANGE_SIZE, 1)
         self._section_size = options.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
-        named = options.ledgers()
-        conditions = Conditions(ledgers=frozenset(named) if named else None)
-        self._named = bool(named)
-        scope_id = options.scope_id()
-        if scope_id is not None:
-            conditions.values["ledgerScopeId"] = frozenset([scope_id])
-        super().__init__(conditions, options.mode(), pushdown=options.flag("pushdown"))
+        self._named = self._conditions.ledgers is not None
+
+    @classmethod
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        return tuple(COLUMNS), ()
 
     # --- planning -----------------------------------------------------------------------------------------------
 
@@ -273,3 +244,18 @@ def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> 
     if ledger is None or column not in LEDGER_COLUMNS:
         return None
     return ledger_values(ledger)[column]
+
+
+class MetadataSource(TableSource):
+    """The data source; see the module.
+
+    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
+    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
+    """
+
+    reads = MetadataReader
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
+            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")

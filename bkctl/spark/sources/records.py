@@ -39,7 +39,7 @@ from bkctl.spark.sources.columns import damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import Place, resolve, unseen
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, PathReader, PathSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
 from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows, Selection
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class RecordRowKind(StrEnum):
     LEDGERS = "ledgers"
 
 
-class RecordReader(PathReader):
+class RecordReader(QueryReader):
     """Plans and reads the files of one source; a subclass opens one kind of file."""
 
     #: The column of the file's id: `logId` or `journalId`.
@@ -140,6 +140,7 @@ class RecordReader(PathReader):
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
+        self._paths = options.paths()
         self._digest_type = options.digest_type()
         self._borders = options.offsets("borders")
         self._rows = options.choice("rows", RecordRowKind.RECORDS)
@@ -328,13 +329,29 @@ class OpenLogs:
             reader = self._readers[path] = EntryLogReader.open(path)
         return reader
 
+    def record_at(self, path: str, offset: int, *noted: type[BkctlError]) -> dict[str, Any]:
+        """Return what stands at byte `offset` of a log: `ledgerQualifiedName`, `entryId` and `record`, or `problem`.
+
+        A `problem` has a `detail`: the record is missing, or damaged by one of the errors to be `noted`.
+        """
+        try:
+            found = self.reader(path).entry_at(offset + 4)
+        except NotFound as error:
+            return {"file": path, "problem": "missing", "detail": str(error)}
+        except noted as error:
+            return {"file": path, "problem": "damaged", "detail": str(error)}
+        return {
+            "file": path, "ledgerQualifiedName": found.ledger.qualified_name, "entryId": found.entry_id,
+            "record": found.body,
+        }  # fmt: skip
+
     def close(self) -> None:
         """Close all of them."""
         for reader in self._readers.values():
             reader.close()
 
 
-class EntryLogSource(PathSource):
+class EntryLogSource(TableSource):
     """The records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
 
     A log whose ledgers map names none of the wanted ledgers is not read, so its damage is unseen. Unfinished files of
@@ -409,7 +426,7 @@ class JournalRecords(RecordReader):
             yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))
 
 
-class JournalSource(PathSource):
+class JournalSource(TableSource):
     """The records of journals, as `bkctl journal read` prints them.
 
     `masterKey` is a column on request, and a secret. A journal may end inside a record, as when its bookie stopped; a
