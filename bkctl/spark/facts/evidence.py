@@ -32,8 +32,7 @@ from bkctl.spark.facts.facts_store import FactsStore, PartWriter
 from bkctl.spark.facts.tables import arrow_schema
 from bkctl.spark.sources.columns import where_and_why
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.index_plan import DatabaseRange
-from bkctl.spark.sources.index_rows import DatabaseReader, IndexedEntries, entry_rows
+from bkctl.spark.sources.indexes import DatabaseRange, DatabaseReader, IndexedEntries, entry_rows
 from bkctl.spark.sources.record_rows import digest_of_v1, digest_of_v2
 from bkctl.spark.sources.records import OpenLogs
 

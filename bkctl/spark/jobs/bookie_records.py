@@ -178,11 +178,18 @@ def log_records(
     directories = [directory for directory, files in logs.items() if files]
     if not directories:
         raise NotFound("The bookies given have no entry logs")
-    wanted = ",".join(dict.fromkeys(["file", "bookieId", *columns]))
     cuts = borders(spark, chain.from_iterable(logs.values()))
-    chosen = {**ledger_options(ledger, scope_id), **options, **cuts, "columns": wanted, "mode": "permissive"}
     # Directories instead of files: a running bookie may delete some files.
-    records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(directories)
+    used = {directory: owners[directory] for directory in directories}
+    return _scan(spark, "entrylog", used, columns, {**ledger_options(ledger, scope_id), **options, **cuts})
+
+
+def _scan(
+    spark: JobSession, source: str, owners: Mapping[str, str], columns: Iterable[str], options: Mapping[str, str]
+) -> Frame:
+    """Return file, bookieId, `columns` and `damage` of the files in the directories of `owners`."""
+    wanted = {"columns": ",".join(dict.fromkeys(["file", "bookieId", *columns])), "mode": "permissive"}
+    records = spark.read.format(f"bookkeeper.{source}").options(**options, **wanted).load(list(owners))
     return with_bookie(records, owners)
 
 
@@ -202,12 +209,8 @@ def index_entries(
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
     if not owners:
         return None
-    chosen = {
-        **ledger_options(ledger, scope_id),
-        "mode": "permissive",
-        "columns": f"file,bookieId,{QUALIFIED_NAME},entryId,logId,offset",
-    }
-    return with_bookie(spark.read.format("bookkeeper.index").options(**chosen).load(list(owners)), owners)
+    columns = (QUALIFIED_NAME, "entryId", "logId", "offset")
+    return _scan(spark, "index", owners, columns, ledger_options(ledger, scope_id))
 
 
 def replay_starts(bookie: BookieFiles) -> dict[str, int]:
@@ -254,16 +257,10 @@ def journal_entries(
                 files += journals
     if not owners:
         return None
-    place = ("file", "bookieId", "journalId", "offset", "recordSize")
-    chosen = {
-        **ledger_options(ledger, scope_id),
-        **borders(spark, files),
-        "columns": ",".join(dict.fromkeys([*place, QUALIFIED_NAME, "entryId", *columns])),
-        "mode": "permissive",
-        "types": RecordType.ENTRY.value,
-    }
-    records = spark.read.format("bookkeeper.journal").options(**chosen).load(list(owners))
-    entries = with_bookie(records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE), owners)
+    place = ("journalId", "offset", "recordSize", QUALIFIED_NAME, "entryId")
+    options = {**ledger_options(ledger, scope_id), **borders(spark, files), "types": RecordType.ENTRY.value}
+    records = _scan(spark, "journal", owners, [*place, *columns], options)
+    entries = records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE)
     # A journal that the bookie created after the listing is behind every mark.
     skipped = [path for path, start in starts if start is None]
     parts = {path: start for path, start in starts if start}

@@ -144,16 +144,7 @@ class Conditions:
             return None
         wanted = self.wanted_ledgers()
         if wanted is not None:
-            mask = np.zeros(len(ledger_ids), np.bool_)
-            by_scope: dict[int, list[int]] = {}
-            for ledger in wanted:
-                by_scope.setdefault(ledger.scope_id, []).append(ledger.ledger_id)
-            for scope_id, numbers in by_scope.items():
-                if scope_ids is None and scope_id:
-                    continue
-                of_scope = _isin(ledger_ids, numbers)
-                mask |= of_scope if scope_ids is None else of_scope & (scope_ids == np.uint64(scope_id))
-            return mask
+            return mask_of_ledgers(ids_by_scope(wanted), scope_ids, ledger_ids)
         masks = [self.mask("ledgerId", ledger_ids)]
         if scope_ids is None:
             masks.append(None if self.accepts("ledgerScopeId", 0) else np.zeros(len(ledger_ids), np.bool_))
@@ -206,8 +197,30 @@ def all_of(masks: Iterable[npt.NDArray[np.bool_] | None]) -> npt.NDArray[np.bool
     return found
 
 
-def _isin(numbers: npt.NDArray[Any], wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
+def _isin(numbers: npt.NDArray[Any], wanted: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     if len(wanted) == 1:
         equal: npt.NDArray[np.bool_] = numbers == numbers.dtype.type(wanted[0])
         return equal
     return np.isin(numbers, np.array(wanted, numbers.dtype))
+
+
+def ids_by_scope(ledgers: Iterable[LedgerId]) -> dict[int, npt.NDArray[np.uint64]]:
+    """Return the ledger ids of each scope."""
+    found: dict[int, list[int]] = {}
+    for ledger in ledgers:
+        found.setdefault(ledger.scope_id, []).append(ledger.ledger_id)
+    return {scope_id: np.array(ids, np.uint64) for scope_id, ids in found.items()}
+
+
+def mask_of_ledgers(
+    ids_by_scope: dict[int, npt.NDArray[np.uint64]],
+    scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:  # fmt: skip
+    """Return which rows belong to the ledgers of `ids_by_scope` (`scope_ids` None: all rows are of scope 0)."""
+    if scope_ids is None:
+        return _isin(ledger_ids, ids_by_scope.get(0, ledger_ids[:0]))
+    mask = np.zeros(len(ledger_ids), np.bool_)
+    for scope_id in ids_by_scope if len(ids_by_scope) == 1 else np.unique(scope_ids).tolist():
+        if scope_id in ids_by_scope:
+            mask |= (scope_ids == np.uint64(scope_id)) & _isin(ledger_ids, ids_by_scope[scope_id])
+    return mask
