@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,7 +26,7 @@ from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import attempt
 from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
-from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, constant, damage_row, ledger_values
+from bkctl.spark.sources.columns import arrow_schema_of, constant, damage_row, ledger_values, table_of
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.readers import QUERY_OPTIONS, QueryReader
@@ -49,6 +50,8 @@ OPTIONS: Final = (
 )  # fmt: skip
 PARTITION_SIZE_BYTES_DEFAULT: Final = 64 << 20
 PARTITION_ENTRIES_DEFAULT: Final = 100_000
+#: Column of each field of a LedgerEntry.
+_ENTRY_COLUMNS: Final = ("entryId", "lastAddConfirmed", "length", "payload", "formatVersion")
 #: Rows and bytes of one batch for Spark, about.
 BATCH_ROWS: Final = 8192
 BATCH_SIZE_BYTES: Final = 8 << 20
@@ -256,7 +259,8 @@ class EntryReader:
         if not partition.ranges:
             return
         with Client(self._cluster) as client:
-            batch = _Batch(self._schema)
+            held: list[tuple[LedgerId, LedgerEntry]] = []
+            room = BATCH_SIZE_BYTES
             ids = (LedgerId.from_value(part.ledger) for part in partition.ranges)
             for part, (ledger, found) in zip(partition.ranges, client.cluster.ledgers.read_many(ids), strict=True):
                 if isinstance(found, BkctlError):
@@ -265,11 +269,15 @@ class EntryReader:
                     self._mode.check(found)
                     yield self._damage(ledger, None, f"{found}; entries {part.first} to {part.last} are not here")
                     continue
-                access = client.bookkeeper.access(ledger, found)
-                next_id = part.first
+                access, next_id = client.bookkeeper.access(ledger, found), part.first
                 while next_id <= part.last:
-                    entries, error = client.run(_take(access, next_id, part.last, batch))
-                    batch.add(ledger, entries)
+                    metadata, count = access.metadata, BATCH_ROWS - len(held)
+                    if metadata.is_closed and metadata.length:
+                        # Request only the entries that are likely to fit.
+                        count = min(count, room * (metadata.last_entry_id + 1) // metadata.length + 1)
+                    entries, error = client.run(_take(access, next_id, min(part.last, next_id + count - 1), room))
+                    held += ((ledger, entry) for entry in entries)
+                    room -= sum(len(entry.payload) for entry in entries)
                     next_id += len(entries)
                     if error is not None:
                         if self._skip_deleted:
@@ -277,84 +285,50 @@ class EntryReader:
                             if isinstance(known, LedgerNotFound):
                                 break
                         self._mode.check(error)
-                        yield from batch.finish()
+                    if error is not None or len(held) >= BATCH_ROWS or room <= 0:
+                        yield from self._rows(held)
+                        room = BATCH_SIZE_BYTES
+                    if error is not None:
                         yield self._damage(ledger, next_id, str(error))
                         next_id += 1
-                    elif batch.is_full:
-                        yield from batch.finish()
-            yield from batch.finish()
+            yield from self._rows(held)
+
+    def _rows(self, held: list[tuple[LedgerId, LedgerEntry]]) -> Iterator[pa.RecordBatch]:
+        """Yield the entries, if there are any, as one batch, and forget them."""
+        if not held:
+            return
+        runs = [(ledger_values(ledger), len(list(run))) for ledger, run in groupby(held, itemgetter(0))]
+        values = dict(zip(_ENTRY_COLUMNS, zip(*(entry for _, entry in held), strict=True), strict=True))
+        values["size"] = tuple(map(len, values["payload"]))
+        columns = {name: pa.array(values[name]) for name in self._schema.names if name in values}
+        for field in self._schema:
+            if field.name in LEDGER_COLUMNS:
+                parts = [constant(ids[field.name], count, field.type) for ids, count in runs]
+                columns[field.name] = pa.concat_arrays(parts)
+        count = len(held)
+        held.clear()
+        yield from table_of(self._schema, columns, count).to_batches()
 
     def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
         return damage_row(self._schema, None, None, reason, **ledger_values(ledger), entryId=entry_id)
 
 
 async def _take(
-    access: LedgerAccess, first: int, last: int, batch: _Batch
-) -> tuple[list[LedgerEntry], BkctlError | None]:
-    """Return the entries from `first` on that `batch` has room for, in order, and the error that ended them, if any."""
-    count, size = batch.room(access)
+    access: LedgerAccess, first: int, last: int, size_max: int
+) -> tuple[list[LedgerEntry], BkctlError | None]:  # fmt: skip
+    """Return the entries from `first` on, in order, until they have `size_max` bytes, and the error that ended them."""
     taken: list[LedgerEntry] = []
-    reading: Any = read_entries(access, first, min(last, first + count - 1))
+    reading: Any = read_entries(access, first, last)
     try:
         async with aclosing(reading):
             async for entry in reading:
                 taken.append(entry)
-                size -= len(entry.payload)
-                if size <= 0:
+                size_max -= len(entry.payload)
+                if size_max <= 0:
                     break
     except BkctlError as error:
         return taken, error
     return taken, None
-
-
-class _Batch:
-    """Entries of one ledger after another, collected for one Arrow batch."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._entries: list[LedgerEntry] = []
-        self._runs: list[tuple[LedgerId, int]] = []
-        self._size = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether the batch has enough rows or bytes."""
-        return len(self._entries) >= BATCH_ROWS or self._size >= BATCH_SIZE_BYTES
-
-    def room(self, access: LedgerAccess) -> tuple[int, int]:
-        """Return the number of entries of this ledger, and of bytes, that may be added."""
-        metadata = access.metadata
-        size = BATCH_SIZE_BYTES - self._size
-        count = BATCH_ROWS - len(self._entries)
-        if metadata.is_closed and metadata.length:
-            # Request only the entries that are likely to fit.
-            count = min(count, size * (metadata.last_entry_id + 1) // metadata.length + 1)
-        return count, size
-
-    def add(self, ledger: LedgerId, entries: list[LedgerEntry]) -> None:
-        """Append entries of `ledger`."""
-        if entries:
-            self._runs.append((ledger, len(entries)))
-            self._entries += entries
-            self._size += sum(len(entry.payload) for entry in entries)
-
-    def finish(self) -> Iterator[pa.RecordBatch]:
-        """Yield the added entries, if any, as one batch, and empty this one."""
-        if self._entries:
-            arrays = [self._column(field.name, field.type) for field in self._schema]
-            self._entries, self._runs, self._size = [], [], 0
-            yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-
-    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
-        if name == DAMAGE:
-            return pa.nulls(len(self._entries), kind)
-        if name in LEDGER_COLUMNS:
-            return pa.concat_arrays(
-                [constant(ledger_values(ledger)[name], count, kind) for ledger, count in self._runs]
-            )
-        at = ("entryId", "lastAddConfirmed", "length", "payload", "formatVersion").index(name) if name != "size" else -1
-        values = [len(entry.payload) for entry in self._entries] if at < 0 else [entry[at] for entry in self._entries]
-        return pa.array(values, kind)
 
 
 def _key_values(texts: Iterable[str]) -> dict[str, bytes]:
