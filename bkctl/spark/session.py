@@ -143,8 +143,7 @@ def spark_session(
             yield active
         return
     chosen = _configuration(master, settings, archives, app_name)
-    with tempfile.TemporaryDirectory() as directory, SparkRuntime(chosen, Path(directory), verbose=verbose) as runtime:
-        session = runtime.session
+    with tempfile.TemporaryDirectory() as directory, SparkRuntime(chosen, Path(directory), verbose=verbose) as session:
         if not is_local(master) if ship is None else ship:
             # Executors fetch the zip when they start, so it must stay. It takes precedence over a bkctl installed
             # there, for sources that are registered from here on.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -80,35 +79,18 @@ COLUMNS: Final[Mapping[str, Callable[[LedgerRow], Any]]] = {
 }
 
 
-@dataclass
-class LedgerIds(InputPartition):
-    """All existing ledgers from `first` to `last`, both included, as unsigned 128-bit numbers."""
+class LedgerIds(NamedTuple):
+    """A partition: all existing ledgers from `first` to `last`, both included, as unsigned 128-bit numbers."""
 
     first: int
     last: int
 
 
-@dataclass
-class NamedLedgers(InputPartition):
-    """Ledgers by their 128-bit numbers; with `needed` a missing one is an error."""
+class NamedLedgers(NamedTuple):
+    """A partition: ledgers by their 128-bit numbers; with `needed` a missing one is an error."""
 
     ledgers: Sequence[int]
     needed: bool
-
-
-@dataclass
-class ExportLines(InputPartition):
-    """A section of the lines of an export."""
-
-    section: ExportSection
-
-
-@dataclass
-class ExportDamage(InputPartition):
-    """Damage of an export as a whole; one row in mode permissive."""
-
-    offset: int
-    reason: str
 
 
 class _Damage(NamedTuple):
@@ -142,52 +124,51 @@ class MetadataReader(QueryReader):
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of a live store's ledgers, or sections of an export. Raises the errors of reading them."""
-        if self._cluster is None:
-            return self._sections()
-        with self._cluster.open() as cluster:
-            # Spark adds a partition of its own to an empty list.
-            return list(self._ranges(cluster)) or [NamedLedgers((), False)]
+        # Spark adds a partition of its own to an empty list.
+        return list(map(InputPartition, self._ranges() if self._export is None else self._sections(self._export)))
 
-    def _ranges(self, cluster: Cluster) -> Iterator[InputPartition]:
-        wanted = self._conditions.wanted_ledgers()
+    def _ranges(self) -> list[LedgerIds | NamedLedgers]:
+        assert self._cluster is not None
+        size, wanted = self._range_size, self._conditions.wanted_ledgers()
         if wanted is not None:
-            for at in range(0, len(wanted), self._range_size):
-                yield NamedLedgers([ledger.value for ledger in wanted[at : at + self._range_size]], self._named)
-            return
+            numbers = [ledger.value for ledger in wanted]
+            return [NamedLedgers(numbers[at : at + size], self._named) for at in range(0, len(numbers) or 1, size)]
         scopes = self._conditions.scope_ids()
-        for scope_id in [None] if scopes is None else sorted(scopes):
-            for found in cluster.ledgers.ranges(scope_id, size=self._range_size):
-                if found.ledgers:
-                    yield LedgerIds(found.first.value, found.last.value)
+        with self._cluster.open() as cluster:
+            found = [
+                LedgerIds(each.first.value, each.last.value)
+                for scope_id in ([None] if scopes is None else sorted(scopes))
+                for each in cluster.ledgers.ranges(scope_id, size=size)
+                if each.ledgers
+            ]
+        return [*found] or [NamedLedgers((), False)]
 
-    def _sections(self) -> list[InputPartition]:
-        assert self._export is not None
-        with closing(ExportFile(Path(self._export))) as file:
+    def _sections(self, path: str) -> list[ExportSection | _Damage | NamedLedgers]:
+        with closing(ExportFile(Path(path))) as file:
             sections, problem = file.sections(self._section_size)
-        found: list[InputPartition] = [ExportLines(section) for section in sections]
-        if problem is not None:
-            self._mode.check(problem)
-            found.append(ExportDamage(problem.offset, str(problem)))
-        return found or [NamedLedgers((), False)]
+        return [*sections, *([] if problem is None else [self._damage(problem)])] or [NamedLedgers((), False)]
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition. Raises errors of the store, and in mode failfast of a ledger."""
-        rows = self._rows(partition)
+        rows = self._rows(partition.value)
         while batch := list(islice(rows, BATCH_ROWS)):
-            yield self._batch(batch)
+            arrays = [pa.array([_value(field.name, *row) for row in batch], field.type) for field in self._schema]
+            yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _rows(self, partition: InputPartition) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
-        if isinstance(partition, ExportDamage):
-            yield None, _Damage(self._export, partition.offset, partition.reason)
-        elif isinstance(partition, ExportLines):
-            yield from self._rows_of_export(partition.section)
-        elif not isinstance(partition, NamedLedgers) or partition.ledgers:
+    def _rows(
+        self, part: LedgerIds | NamedLedgers | ExportSection | _Damage
+    ) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
+        if isinstance(part, _Damage):
+            yield None, part
+        elif isinstance(part, ExportSection):
+            yield from self._rows_of_export(part)
+        elif isinstance(part, LedgerIds) or part.ledgers:
             assert self._cluster is not None
             with self._cluster.open() as cluster:
-                needed = isinstance(partition, NamedLedgers) and partition.needed
-                for ledger, found in cluster.ledgers.read_many(self._ids(cluster, partition)):
+                needed = isinstance(part, NamedLedgers) and part.needed
+                for ledger, found in cluster.ledgers.read_many(self._ids(cluster, part)):
                     if isinstance(found, LedgerNotFound) and not needed:
                         continue  # Deleted since it was listed, or only a filter names it.
                     if isinstance(found, BkctlError):
@@ -195,11 +176,10 @@ class MetadataReader(QueryReader):
                     else:
                         yield ledger, ledger_row(ledger, found)
 
-    def _ids(self, cluster: Cluster, partition: InputPartition) -> Iterator[LedgerId]:
-        if isinstance(partition, NamedLedgers):
-            return map(LedgerId.from_value, partition.ledgers)
-        assert isinstance(partition, LedgerIds)
-        first, last = LedgerId.from_value(partition.first), LedgerId.from_value(partition.last)
+    def _ids(self, cluster: Cluster, part: LedgerIds | NamedLedgers) -> Iterator[LedgerId]:
+        if isinstance(part, NamedLedgers):
+            return map(LedgerId.from_value, part.ledgers)
+        first, last = map(LedgerId.from_value, part)
         scope_id = first.scope_id if first.scope_id == last.scope_id else None
         after = LedgerId.from_value(first.value - 1) if first.value else None
         listed = takewhile(lambda ledger: ledger <= last, cluster.ledgers.ledgers(scope_id, after))
@@ -230,10 +210,6 @@ class MetadataReader(QueryReader):
         if self._export is None:
             return _Damage(None, None, str(error))
         return _Damage(self._export, *where_and_why(error, offset))
-
-    def _batch(self, rows: list[tuple[LedgerId | None, LedgerRow | _Damage]]) -> pa.RecordBatch:
-        arrays = [pa.array([_value(field.name, *row) for row in rows], field.type) for field in self._schema]
-        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
 
 def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> Any:
