@@ -33,11 +33,6 @@ _JAVA_TIMEOUT_S: Final = 60.0
 
 def require_spark() -> None:
     """Raise BkctlError, saying what to install, unless Spark can run here."""
-    _require_packages()
-    _require_java()
-
-
-def _require_packages() -> None:
     import warnings
 
     # PySpark warns about releases of its own dependencies; an operator cannot act on that.
@@ -54,9 +49,6 @@ def _require_packages() -> None:
         raise BkctlError(
             f"The pipeline needs PySpark {needed} or later, and {pyspark.__version__} is installed", hint=_EXTRA_HINT
         )
-
-
-def _require_java() -> None:
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home, "bin", "java")) if home else shutil.which("java")
     if java is None:

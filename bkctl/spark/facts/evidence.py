@@ -159,7 +159,9 @@ class IndexExtract:
             for file in indexes.files():
                 path = str(file.path)
                 with self._noting(path), LedgerIndexReader.open(file.path) as reader:
-                    yield path, file.scoped, _entries_of_file(reader)
+                    ledger = file.id
+                    assert isinstance(ledger, LedgerId)
+                    yield path, file.scoped, (IndexedEntries.of_page(ledger, *page) for page in reader.pages())
         databases = {
             (file.path.parent, file.scoped) for file in directories.rocksdbs() if file.path.name in DATABASE_NAMES
         }
@@ -211,7 +213,7 @@ class IndexExtract:
         chunk, self._chunk, self._count = self._chunk, [], 0
         if not chunk:
             return
-        entries = IndexedEntries(*(np.concatenate(columns) for columns in zip(*chunk, strict=True)))
+        entries = IndexedEntries.joined(chunk)
         log_ids = entries.locations >> 32 & 0xFFFFFFFF
         scoped = entries.scope_ids != 0
         order = np.lexsort((log_ids, scoped))
@@ -264,20 +266,6 @@ class IndexExtract:
                 found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
             found["record"] = record if is_evidence else None
         return found
-
-
-def _entries_of_file(reader: LedgerIndexReader) -> Iterator[IndexedEntries]:
-    ledger = reader.ledger
-    assert ledger is not None, reader.name  # BookieIndexes lists files whose path names their ledger.
-    for entry_id, page in reader.pages():
-        locations = np.frombuffer(page, np.int64)
-        filled = np.flatnonzero(locations)
-        yield IndexedEntries(
-            np.full(len(filled), ledger.scope_id, np.uint64),
-            np.full(len(filled), ledger.ledger_id, np.uint64),
-            filled + entry_id,
-            locations[filled],
-        )
 
 
 def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:

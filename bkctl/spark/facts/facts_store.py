@@ -159,7 +159,10 @@ class FactsStore:
                 writer.close()
                 stream.close()
                 if writer.row_count or if_empty or self._exists(path):
-                    self._sync(temporary)
+                    # Other stores do that when a stream is closed.
+                    if self._arrow.type_name == "local":
+                        with open(temporary, "rb") as file:
+                            os.fsync(file.fileno())
                     self._arrow.move(temporary, target)
                 else:
                     self._arrow.delete_file(temporary)
@@ -179,12 +182,6 @@ class FactsStore:
         from pyarrow.fs import FileType
 
         return bool(self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound)
-
-    def _sync(self, path: str) -> None:
-        """Let a local file reach the disk before it gets its name; other stores do that when a stream is closed."""
-        if self._arrow.type_name == "local":
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:

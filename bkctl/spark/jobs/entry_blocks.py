@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -200,12 +200,11 @@ def unfold(blocks: Frame, choose: Callable[[Ids], Mask]) -> Frame:
     and `last` entry of a fragment, the bookie's `position` in its ensemble, ensembleSize and writeQuorumSize.
     """
     together = blocks.repartition(*_PLACE).sortWithinPartitions(*_PLACE, "file")
-    return together.mapInArrow(partial(_unfold_batches, choose), _UNFOLDED)
 
+    def unfolded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return chain.from_iterable(_Compared(table).rows(choose) for table in _together(batches))
 
-def _unfold_batches(choose: Callable[[Ids], Mask], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for table in _together(batches):
-        yield from _Compared(table).rows(choose)
+    return together.mapInArrow(unfolded, _UNFOLDED)
 
 
 def _together(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:

@@ -35,7 +35,7 @@ from bkctl.spark.jobs.bookie_records import (
 )
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entries import held_of_journaled, journaled_entries, log_damages
-from bkctl.spark.jobs.entry_blocks import Ids, unfold
+from bkctl.spark.jobs.entry_blocks import unfold
 from bkctl.spark.jobs.garbage import ledger_states
 from bkctl.spark.jobs.verdicts import look_again, look_at
 from bkctl.spark.sources.columns import DAMAGE
@@ -43,7 +43,6 @@ from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
-    from bkctl.spark.jobs.entry_blocks import Mask
 
 
 class Logged(StrEnum):
@@ -182,7 +181,7 @@ def unlogged(held: Frame, bookies: Bookies, connection: Mapping[str, str] | None
     F = functions_of(held)
     unread = log_damages(held).select("bookieId").distinct()
     blocks = held.filter(F.col(QUALIFIED_NAME).isNotNull()).drop(DAMAGE, "size", "lac")
-    absent = unfold(blocks.withColumn("matches", F.lit(True)), _is_unlogged)
+    absent = unfold(blocks.withColumn("matches", F.lit(True)), lambda ids: ids.recorded & ~ids.logged)
     found = absent.join(_indexed_entries(absent, bookies), list(REPLICA), "left_anti")
     found = found.join(F.broadcast(unread.withColumn("unread", F.lit(True))), "bookieId", "left")
     is_unknown = F.col("unread").isNotNull() & F.col("place").isNull()
@@ -195,10 +194,6 @@ def unlogged(held: Frame, bookies: Bookies, connection: Mapping[str, str] | None
     else:
         found = found.withColumn("state", F.lit(None).cast("string"))
     return with_ledger_ids(found).orderBy("bookieId", QUALIFIED_NAME, "entryId")
-
-
-def _is_unlogged(ids: Ids) -> Mask:
-    return ids.recorded & ~ids.logged
 
 
 def _indexed_entries(absent: Frame, bookies: Bookies) -> Frame:

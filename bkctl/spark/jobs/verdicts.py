@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError
@@ -61,17 +60,17 @@ def judge_replicas(promised: Frame, held: Frame, ledgers: Frame, *, indexes: boo
         "digestType", DAMAGE, "size", "lac"
     )
     blocks = promised.unionByName(of_ledgers, allowMissingColumns=True)
-    rows = unfold(blocks, partial(_is_doubtful, indexes)).join(ledgers, QUALIFIED_NAME)
+
+    def choose(ids: Ids) -> Mask:
+        """Choose the entries for which the verdict is more than INTACT, or which have copies to look at."""
+        return ids.mismatched | (ids.promised & ~(ids.replayed | (ids.served if indexes else ids.logged)))
+
+    rows = unfold(blocks, choose).join(ledgers, QUALIFIED_NAME)
     rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict(F))
     in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
     deciding = F.filter(_deciding_looks(F), lambda look: in_doubt & look.isNotNull())
     judged = rows.withColumn("looks", F.concat(deciding, _other_looks(F)))
     return judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0))
-
-
-def _is_doubtful(indexes: bool, ids: Ids) -> Mask:
-    """Return the entries for which the table of verdicts says more than INTACT, or which have copies to look at."""
-    return ids.mismatched | (ids.promised & ~(ids.replayed | (ids.served if indexes else ids.logged)))
 
 
 def _with_served_copy(rows: Frame, *, indexes: bool) -> Frame:

@@ -76,7 +76,8 @@ class Conditions:
             if not values or None in values:
                 left.append(each)
             elif isinstance(each, ds.EqualTo | ds.EqualNullSafe | ds.In):
-                self._among(name, values)
+                allowed = frozenset(values)
+                self.values[name] = allowed & self.values.get(name, allowed)
             elif name in integers and isinstance(each, ds.GreaterThan | ds.GreaterThanOrEqual):
                 low = values[0] + isinstance(each, ds.GreaterThan)
                 self.first[name] = max(low, self.first.get(name, low))
@@ -86,10 +87,6 @@ class Conditions:
             else:
                 left.append(each)
         return left
-
-    def _among(self, name: str, values: Iterable[Any]) -> None:
-        allowed = frozenset(values)
-        self.values[name] = allowed & self.values.get(name, allowed)
 
     def accepts(self, name: str, value: Any) -> bool:
         """Return whether `value` meets the conditions on the column `name`; None meets no condition."""

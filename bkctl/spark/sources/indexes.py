@@ -11,6 +11,7 @@ as it is when its task starts, since a running bookie changes it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -253,6 +254,19 @@ class IndexedEntries(NamedTuple):
     entry_ids: npt.NDArray[np.int64]
     locations: npt.NDArray[np.int64]
 
+    @classmethod
+    def of_page(cls, ledger: LedgerId, first: int, page: array[int]) -> IndexedEntries:
+        """Return the entries of a page of an index file, whose first slot is of entry `first`."""
+        locations = np.frombuffer(page, np.int64)
+        filled = np.flatnonzero(locations)
+        scope_ids, ledger_ids = (np.full(len(filled), number, np.uint64) for number in ledger)
+        return cls(scope_ids, ledger_ids, filled + first, locations[filled])
+
+    @classmethod
+    def joined(cls, parts: Iterable[IndexedEntries]) -> IndexedEntries:
+        """Return the entries of all `parts`, of which there must be one."""
+        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
     def select(self, mask: npt.NDArray[np.bool_]) -> IndexedEntries:
         """Return the entries where `mask` is true."""
         scope_ids, ledger_ids, entry_ids, locations = self
@@ -465,28 +479,21 @@ class IndexReader(QueryReader):
             current = Path(slots.path).parents[3 if slots.ledger.is_scoped else 2]
             raise unseen(slots.path, current) from error
         with reader:
+            first, last = self._conditions.entry_range()
             if self._rows is IndexRowKind.LEDGERS:
                 count = sum(len(page) - page.count(0) for _, page in reader.pages())
                 row = ledger_row(slots.ledger, reader.header, count, reader.last_entry_id)
                 yield pa.RecordBatch.from_pylist([{**constants, **row}], schema=self._schema)
             else:
-                yield from self._slot_rows(slots, reader, gathered)
+                for entry_id, page in reader.pages(max(first, slots.first), min(last + 1, slots.end)):
+                    gathered.add(slots, IndexedEntries.of_page(slots.ledger, entry_id, page))
+                    if gathered.count >= _ROWS_GATHERED:
+                        yield from self._rows_of(gathered)
             if reader.size() < slots.size_bytes:
                 raise Conflict(
                     f"{slots.path} was {slots.size_bytes} bytes long when the plan was made, now it has "
                     f"{reader.size()}", hint="run again",
                 )  # fmt: skip
-
-    def _slot_rows(
-        self, slots: Slots, reader: LedgerIndexReader, gathered: _GatheredFiles
-    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
-        first, last = self._conditions.entry_range()
-        for entry_id, page in reader.pages(max(first, slots.first), min(last + 1, slots.end)):
-            locations = np.frombuffer(page, np.int64)
-            filled = np.flatnonzero(locations)
-            gathered.add(slots, filled + entry_id, locations[filled])
-            if gathered.count >= _ROWS_GATHERED:
-                yield from self._rows_of(gathered)
 
     def _rows_of(self, gathered: _GatheredFiles) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the gathered entries, and forget them."""
@@ -524,25 +531,20 @@ class _GatheredFiles:
 
     def __init__(self) -> None:
         self.count = 0
-        self._parts: list[tuple[Slots, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        self._parts: list[tuple[Slots, IndexedEntries]] = []
 
-    def add(self, slots: Slots, entry_ids: npt.NDArray[np.int64], locations: npt.NDArray[np.int64]) -> None:
-        if len(entry_ids):
-            self._parts.append((slots, entry_ids, locations))
-            self.count += len(entry_ids)
+    def add(self, slots: Slots, entries: IndexedEntries) -> None:
+        if len(entries.entry_ids):
+            self._parts.append((slots, entries))
+            self.count += len(entries.entry_ids)
 
     def take(self) -> tuple[IndexedEntries, npt.NDArray[np.int64], dict[str, list[Any]]]:
         """Return the entries, the number of the part of each, and columns of the parts; there must be entries."""
         parts, self._parts, self.count = self._parts, [], 0
-        files = np.repeat(np.arange(len(parts)), [len(entry_ids) for _, entry_ids, _ in parts])
-        ids = np.array([slots.ledger for slots, _, _ in parts], np.uint64)[files]
-        entry_ids, locations = (np.concatenate([part[at] for part in parts]) for at in (1, 2))
-        return (
-            IndexedEntries(ids[:, 0], ids[:, 1], entry_ids, locations),
-            files,
-            {
-                "file": [slots.path for slots, _, _ in parts],
-                "scoped": [slots.ledger.is_scoped for slots, _, _ in parts],
-                "bookieId": [slots.bookie_id for slots, _, _ in parts],
-            },
-        )
+        files = np.repeat(np.arange(len(parts)), [len(entries.entry_ids) for _, entries in parts])
+        constants: dict[str, list[Any]] = {
+            "file": [slots.path for slots, _ in parts],
+            "scoped": [slots.ledger.is_scoped for slots, _ in parts],
+            "bookieId": [slots.bookie_id for slots, _ in parts],
+        }
+        return IndexedEntries.joined(entries for _, entries in parts), files, constants

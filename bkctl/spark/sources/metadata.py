@@ -55,17 +55,14 @@ _OTHER_FORMS: Final[Mapping[str, Callable[[LedgerRow], Any]]] = {
 }
 
 
-def _microseconds(get: Callable[[LedgerRow], int | None]) -> Callable[[LedgerRow], int | None]:
+def _getter(column: Column) -> Callable[[LedgerRow], Any]:
+    get = _OTHER_FORMS.get(column.name) or column.getter()
+
     def microseconds(row: LedgerRow) -> int | None:
         time_ms = get(row)
         return None if time_ms is None or time_ms < 0 else time_ms * 1000
 
-    return microseconds
-
-
-def _getter(column: Column) -> Callable[[LedgerRow], Any]:
-    get = _OTHER_FORMS.get(column.name) or column.getter()
-    return _microseconds(get) if column.kind is Kind.TIME else get
+    return microseconds if column.kind is Kind.TIME else get
 
 
 #: Column → its value for a ledger: the columns of every other form of a ledger.

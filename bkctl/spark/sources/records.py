@@ -138,7 +138,10 @@ class RecordReader(QueryReader):
         self._digest_type = options.digest_type()
         self._borders = options.offsets("borders")
         self._rows = options.choice("rows", RecordRowKind.RECORDS)
-        self._types = self._record_types(options)
+        self._types = frozenset(options.words("types")) or None
+        for name in self._types or ():
+            if name not in [*RecordType]:
+                raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
         self.texts = ("type", "file", f"{self.id_name}Hex", "bookieId")
         self.integers = ("entryId", "offset", self.id_name)
         of_ledgers = LEDGER_COLUMNS if self._types is None else ()
@@ -198,14 +201,6 @@ class RecordReader(QueryReader):
             yield from rows.of(self._up_to_damage(partition, damages))
             for offset, reason in damages:
                 yield damage_row(rows.schema, place.path, offset, reason, **self._constants(place))
-
-    def _record_types(self, options: SourceOptions) -> frozenset[str] | None:
-        types = frozenset(options.words("types"))
-        known = [kind.value for kind in RecordType]
-        for name in types:
-            if name not in known:
-                raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
-        return types or None
 
     def _constants(self, place: Place) -> dict[str, Any]:
         file_id = place.file_id
