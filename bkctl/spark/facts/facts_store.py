@@ -112,14 +112,10 @@ class FactsStore:
 
     def part_lists(self) -> list[PartList]:
         """Return the newest list of parts of each bookie, in order of bookie ids. Raises NotFound without any."""
-        newest: dict[str, int] = {}
-        for file in self.files("parts"):
-            match = _LIST_NAME.fullmatch(file.path.removeprefix("parts/"))
-            if match is not None:
-                newest[match["bookie"]] = max(int(match["number"]), newest.get(match["bookie"], 0))
-        if not newest:
+        found = self._numbers()
+        if not found:
             raise NotFound(f"{self.uri} has no facts of version {VERSION}", hint=_HINT)
-        lists = [self.part_list(bookie, number) for bookie, number in newest.items()]
+        lists = [self.part_list(bookie, max(numbers)) for bookie, numbers in found.items()]
         return sorted(lists, key=lambda each: each.bookie_id)
 
     def part_list(self, bookie: str, number: int) -> PartList:
@@ -135,8 +131,14 @@ class FactsStore:
 
     def numbers(self, bookie: str) -> list[int]:
         """Return the numbers of the bookie's lists of parts, in order."""
-        matches = (_LIST_NAME.fullmatch(file.path.removeprefix("parts/")) for file in self.files("parts"))
-        return sorted(int(match["number"]) for match in matches if match is not None and match["bookie"] == bookie)
+        return sorted(self._numbers().get(bookie, ()))
+
+    def _numbers(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for file in self.files("parts"):
+            if match := _LIST_NAME.fullmatch(file.path.removeprefix("parts/")):
+                found.setdefault(match["bookie"], []).append(int(match["number"]))
+        return found
 
     # --- writing ------------------------------------------------------------------------------------------------
 

@@ -140,11 +140,9 @@ def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
     import numpy as np
     import pyarrow as pa
 
-    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
     count, width = rows.shape
-    texts = np.empty((count, width, 2), np.uint8)
-    texts[:, :, 0], texts[:, :, 1] = digits[rows >> 4], digits[rows & 15]
     offsets = np.arange(count + 1, dtype=np.int32) * np.int32(2 * width)
+    texts = rows.tobytes().hex().encode()
     return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(texts))
 
 
@@ -190,8 +188,7 @@ def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: 
     import pyarrow as pa
 
     values = {**known, "file": file, DAMAGE: {"file": file, "offset": offset, "reason": reason}}
-    arrays = [pa.array([values.get(field.name)], field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    return pa.RecordBatch.from_pylist([values], schema=schema)
 
 
 # --- schemas in Spark's DDL as Arrow schemas --------------------------------------------------------------------------
