@@ -51,7 +51,7 @@ from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import ledger_values, where_and_why
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.indexes import DatabaseRange, DatabaseReader, IndexedEntries, entry_rows
-from bkctl.spark.sources.record_rows import RecordRows, Selection, digest_of_v1, digest_of_v2
+from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of_v1, digest_of_v2
 from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class _Extract:
         for role, directories in roles:
             for directory in directories:
                 path = Path(directory, COOKIE_NAME)
-                row = {"bookieId": bookie.bookie_id, "file": str(path), "role": role}
+                row = {"file": str(path), "role": role}
                 try:
                     cookie = Cookie.parse(path.read_bytes(), str(path))
                 except (OSError, BkctlError) as error:
@@ -161,11 +161,11 @@ class _Extract:
             marks = latest_marks(self._bookie.directories)
             for each in marks.marks:
                 yield {
-                    "bookieId": self._bookie.bookie_id, "file": str(each.file.path), "journalIndex": each.journal_index,
-                    "journalId": each.mark.journal_id, "offset": each.mark.offset,
+                    "file": str(each.file.path), "journalIndex": each.journal_index, "journalId": each.mark.journal_id,
+                    "offset": each.mark.offset,
                 }  # fmt: skip
             for path, error in marks.damaged:
-                yield {"bookieId": self._bookie.bookie_id, "file": str(path), "problem": str(error)}
+                yield {"file": str(path), "problem": str(error)}
 
     def _write_journals(self) -> None:
         self._write("journals", check_rows(self._bookie))
@@ -173,15 +173,14 @@ class _Extract:
         with self._new_part("journal_records") as writer, self._new_part("evidence", "journals") as evidence:
             for path in self._bookie.journals():
                 with suppress(NotFound, UsageError), _noting([]), JournalReader.open(path) as reader:
-                    constants = {"file": path, "bookieId": self._bookie.bookie_id, "journalId": reader.journal_id}
-                    rows = _record_rows("journal_records", constants)
                     # A journal that the bookie created after the listing is behind every mark.
                     start = starts.get(path, I64_MAX) if path in listed else 0
-                    for batch in rows.of(_before_damage(reader.batches(), [])):
+                    for batch in _rows_of("journal_records", reader, []):
                         entries = batch.filter(pc.equal(batch.column("type"), "entry"))
                         found, proofs = self._digests.judge(entries, reader.read)
-                        writer.add(found.append_column("replayed", pc.greater_equal(found.column("offset"), start)))
-                        evidence.add(_with_constants(proofs, file=path, bookieId=self._bookie.bookie_id))
+                        found = found.append_column("replayed", pc.greater_equal(found.column("offset"), start))
+                        writer.add(found, file=path, journalId=reader.journal_id)
+                        evidence.add(proofs, file=path)
 
     # --- entry logs ---------------------------------------------------------------------------------------------
 
@@ -228,25 +227,28 @@ class _Extract:
         return f"_pieces/{self._part(log).removeprefix('records/').removesuffix('.parquet')}/{table}.parquet"
 
     def _read_log(self, log: BookieFile, part: str) -> None:
-        path, bookie_id = str(log.path), self._bookie.bookie_id
-        constants = {"file": path, "bookieId": bookie_id, "logId": log.id, "scoped": log.scoped}
+        constants: dict[str, Any] = {
+            "bookieId": self._bookie.bookie_id, "file": str(log.path), "logId": log.id, "logIdHex": f"{log.id:x}",
+            "scoped": log.scoped, "fileSize": log.size, "source": "entryLog",
+        }  # fmt: skip
         damage: list[BkctlError] = []
         sums: dict[str, tuple[int, int]] = {}
+        new_part = self._store.new_part
         # The part of `records` comes last: it stands for a log that was extracted as a whole.
         with (
-            self._store.new_part("records", part) as writer,
-            self._store.new_part("evidence", self._evidence(log), if_empty=False) as evidence,
-            self._store.new_part("damages", self._piece(log, "damages"), if_empty=False) as damages,
-            self._store.new_part("ledgers", self._piece(log, "ledgers")) as ledgers,
+            new_part("records", part, **constants) as writer,
+            new_part("evidence", self._evidence(log), if_empty=False, **constants) as evidence,
+            new_part("damages", self._piece(log, "damages"), if_empty=False, **constants) as damages,
+            new_part("ledgers", self._piece(log, "ledgers"), **constants) as ledgers,
         ):
-            with _noting(damage), EntryLogReader.open(path) as reader:
-                for batch in _record_rows("records", constants).of(_before_damage(reader.batches(), damage)):
+            with _noting(damage), EntryLogReader.open(log.path) as reader:
+                for batch in _rows_of("records", reader, damage):
                     found, doubtful = self._digests.judge(batch, reader.read)
                     writer.add(found)
-                    evidence.add(_with_constants(doubtful, **constants))
+                    evidence.add(doubtful)
                     _add_sums(sums, batch)
-            damages.add_rows(_damage_row(bookie_id, "entryLog", path, *where_and_why(error)) for error in damage)
-            ledgers.add_rows(_ledger_rows(log, bookie_id, sums))
+            damages.add_rows(dict(zip(("offset", "reason"), where_and_why(error), strict=True)) for error in damage)
+            ledgers.add_rows(_ledger_rows(log, sums))
 
     def _write_index(self, logs: list[BookieFile]) -> None:
         parts: dict[tuple[int, bool], list[tuple[str, str]]] = {}
@@ -260,7 +262,7 @@ class _Extract:
             self._new_part("damages", "index") as damages,
         ):
             for damage in index.write(writer, evidence):
-                damages.add_rows([_damage_row(self._bookie.bookie_id, "index", *damage)])
+                damages.add_rows([dict(zip(("file", "offset", "reason"), damage, strict=True), source="index")])
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ class _Extract:
         name = f"{self._number:09d}-{self._run_id}{suffix and f'-{suffix}'}.parquet"
         part = f"{table}/{self._directory}/{name}"
         self._parts.append((table, part))
-        return self._store.new_part(table, part)
+        return self._store.new_part(table, part, bookieId=self._bookie.bookie_id)
 
     def _publish(self) -> None:
         """Write the list of parts, from which on these facts count."""
@@ -326,19 +328,16 @@ class _Extract:
                     self._store.delete(file.path)
 
 
-def _record_rows(table: str, constants: dict[str, Any]) -> RecordRows:
-    """Return what makes rows of `table` from records."""
-    schema = arrow_schema(table)
-    fields = [field for field in schema if field.name not in ("part", "replayed")]
-    if "type" not in schema.names:
-        fields.append(pa.field("type", pa.string()))
-    return RecordRows(pa.schema(fields), constants, Selection(Conditions(), None), None)
+def _rows_of(table: str, reader: EntryLogReader | JournalReader, damage: list[BkctlError]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of `table` and their `type`, without columns of the whole file; damage goes to `damage`."""
 
+    def before_damage() -> Iterator[RecordBatch]:
+        with _noting(damage):
+            yield from reader.batches()
 
-def _before_damage(batches: Iterable[RecordBatch], damage: list[BkctlError]) -> Iterator[RecordBatch]:
-    """Yield the records before damage, which is added to `damage`."""
-    with _noting(damage):
-        yield from batches
+    fields = [field for field in arrow_schema(table) if field.name in VALUES and field.name != "type"]
+    schema = pa.schema([*fields, pa.field("type", pa.string())])
+    return RecordRows(schema, {}, Selection(Conditions(), None), None).of(before_damage())
 
 
 @contextmanager
@@ -350,16 +349,6 @@ def _noting(damage: list[BkctlError]) -> Iterator[None]:
         damage.append(error)
 
 
-def _with_constants(batch: pa.RecordBatch, **constants: Any) -> pa.RecordBatch:
-    for name, value in constants.items():
-        batch = batch.append_column(name, pa.repeat(value, batch.num_rows))
-    return batch
-
-
-def _damage_row(bookie_id: str, source: str, path: str, offset: int | None, reason: str) -> dict[str, Any]:
-    return {"bookieId": bookie_id, "source": source, "file": path, "offset": offset, "reason": reason}
-
-
 def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
     """Add the records of each ledger, and their bytes with size fields, to `sums`."""
     rows = pa.table({"ledger": batch.column("ledgerQualifiedName"), "size": batch.column("recordSize")})
@@ -369,9 +358,9 @@ def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
             sums[row["ledger"]] = count + row["size_count"], size + row["size_sum"] + 4 * row["size_count"]
 
 
-def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def _ledger_rows(log: BookieFile, sums: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the ledgers of one log, by a scan and by its ledgers map; one row without a ledger for an empty log."""
-    shares = list(log_rows((bookie_id, str(log.path))))
+    shares = list(log_rows(("", str(log.path))))
     if not shares:
         raise NotFound(f"{log.path} does not exist")
     of_log = {name: shares[0][name] for name in ("fromLedgersMap", "complete", "reason")}
@@ -381,9 +370,7 @@ def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int
         count, size = sums.get(name or "", (None, None))
         rows.append(
             {
-                "bookieId": bookie_id, "file": str(log.path), "logId": log.id, "scoped": log.scoped,
-                "logIdHex": f"{log.id:x}", "fileSize": log.size, "entryCount": count, "size": size,
-                "mapSize": sizes.get(name), **of_log,
+                "entryCount": count, "size": size, "mapSize": sizes.get(name), **of_log,
                 **({} if name is None else ledger_values(LedgerId.from_value(int(name, 16)))),
             }
         )  # fmt: skip
@@ -595,8 +582,8 @@ class IndexExtract:
             offset = (location & 0xFFFFFFFF) - 4
             for candidate, (path, _) in enumerate(self._parts.get(key, ())):
                 yield {
-                    "bookieId": self._bookie.bookie_id, "logId": log_id, "scoped": scoped, "offset": offset,
-                    "candidate": candidate, **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
+                    "logId": log_id, "scoped": scoped, "offset": offset, "candidate": candidate,
+                    **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
                 }  # fmt: skip
 
     def _record_at(self, path: str, offset: int, ledger: LedgerId, entry_id: int) -> dict[str, Any]:

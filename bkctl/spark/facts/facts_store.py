@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -143,9 +143,10 @@ class FactsStore:
     # --- writing ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def new_part(self, table: str, path: str, *, if_empty: bool = True) -> Iterator[PartWriter]:
+    def new_part(self, table: str, path: str, *, if_empty: bool = True, **constants: Any) -> Iterator[PartWriter]:
         """Yield a writer of a Parquet file of `table`, which appears at `path` when the block ends without an error.
 
+        Columns that rows lack are `constants`, or null.
         Without `if_empty` a file without rows appears only in place of an earlier one, which lists of parts may name.
         """
         target = f"{self._root}/{path}"
@@ -154,7 +155,7 @@ class FactsStore:
         with self._failures("write"):
             self._arrow.create_dir(directory, recursive=True)
             stream = self._arrow.open_output_stream(temporary)
-        writer = PartWriter(stream, table, path)
+        writer = PartWriter(stream, table, {**constants, "part": path})
         try:
             yield writer
             with self._failures("write"):
@@ -200,19 +201,19 @@ class FactsStore:
 class PartWriter:
     """Writes rows of one table as Parquet, in row groups of a bounded size."""
 
-    def __init__(self, stream: Any, table: str, part: str) -> None:
+    def __init__(self, stream: Any, table: str, constants: Mapping[str, Any]) -> None:
         import pyarrow.parquet
 
-        self._table, self._part = table, part
+        self._table, self._constants = table, constants
         self._writer = pyarrow.parquet.ParquetWriter(stream, arrow_schema(table), compression="zstd")
         self._rows: list[pa.Table] = []
         self._count = self._size_bytes = 0
         self.row_count = 0
 
-    def add(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Add rows that have some of the table's columns; the others are null."""
+    def add(self, rows: pa.RecordBatch | pa.Table, **constants: Any) -> None:
+        """Add rows that have some of the table's columns, and these `constants` in addition to those of the part."""
         if rows.num_rows:
-            self._rows.append(conform(rows, self._table, self._part))
+            self._rows.append(conform(rows, self._table, {**self._constants, **constants}))
             self._count += rows.num_rows
             self._size_bytes += self._rows[-1].nbytes
             self.row_count += rows.num_rows
