@@ -111,15 +111,11 @@ class Conditions:
         given = {*self.values, *self.first, *self.last}
         return self.ledgers is not None or not given.isdisjoint(LEDGER_COLUMNS)
 
-    def scope_ids(self) -> frozenset[int] | None:
-        """Return the scopes that meet the conditions on scope ids; None: all."""
-        return self._ids_of("ledgerScopeId")
-
     def wanted_ledgers(self) -> list[LedgerId] | None:
         """The ledgers that rows may be of, in order, where they can be counted; None where they cannot."""
         named = self._named()
         if named is None:
-            scopes, ids = self.scope_ids(), self._ids_of("ledgerId")
+            scopes, ids = self.ids_of("ledgerScopeId"), self.ids_of("ledgerId")
             if scopes is None or ids is None:
                 return None
             named = frozenset(LedgerId(scope_id, ledger_id) for scope_id in scopes for ledger_id in ids)
@@ -165,7 +161,7 @@ class Conditions:
                 masks.append(numbers <= numbers.dtype.type(last))
         return all_of(masks)
 
-    def _ids_of(self, name: str) -> frozenset[int] | None:
+    def ids_of(self, name: str) -> frozenset[int] | None:
         """Return the ids that meet the conditions on the column `name`, where they can be counted; else None."""
         ids = self.values.get(name)
         if ids is None:

@@ -104,7 +104,7 @@ class LedgerQuerySettings:
         wanted = conditions.wanted_ledgers()
         if wanted is not None:
             return wanted
-        scopes = conditions.scope_ids()
+        scopes = conditions.ids_of("ledgerScopeId")
         found = chain.from_iterable(
             client.cluster.ledgers.ledgers(scope_id) for scope_id in ([None] if scopes is None else sorted(scopes))
         )

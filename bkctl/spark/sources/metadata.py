@@ -130,7 +130,7 @@ class MetadataReader(QueryReader):
         if wanted is not None:
             numbers = [ledger.value for ledger in wanted]
             return [NamedLedgers(numbers[at : at + size], self._named) for at in range(0, len(numbers) or 1, size)]
-        scopes = self._conditions.scope_ids()
+        scopes = self._conditions.ids_of("ledgerScopeId")
         with self._cluster.open() as cluster:
             found = [
                 LedgerIds(each.first.value, each.last.value)
