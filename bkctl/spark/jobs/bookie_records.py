@@ -157,22 +157,14 @@ def with_bookie(records: Frame, owners: Mapping[str, str]) -> Frame:
     return records.withColumn("bookieId", owner)
 
 
-def log_records(
-    spark: JobSession,
-    bookies: Bookies,
-    columns: Sequence[str],
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-    **options: str,
-) -> Frame:
+def log_records(spark: JobSession, bookies: Bookies, columns: Sequence[str], **options: str) -> Frame:
     """Return `columns`, file, bookieId and `damage` of all records in entry logs; `options` are the source's own.
 
     A damaged log has one row with `damage` and no ledger, behind the records before the damage. Raises NotFound if the
     bookies have no entry log.
     """
     if isinstance(bookies, Facts):
-        return bookies.log_records(spark, columns, ledger, scope_id, **options)
+        return bookies.log_records(spark, columns, **options)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.ledger_dirs}
     logs = {directory: BookieDirectories((), [directory]).entry_logs() for directory in owners}
     directories = [directory for directory, files in logs.items() if files]
@@ -181,7 +173,7 @@ def log_records(
     cuts = borders(spark, chain.from_iterable(logs.values()))
     # Directories instead of files: a running bookie may delete some files.
     used = {directory: owners[directory] for directory in directories}
-    return _scan(spark, "entrylog", used, columns, {**ledger_options(ledger, scope_id), **options, **cuts})
+    return _scan(spark, "entrylog", used, columns, {**options, **cuts})
 
 
 def _scan(
@@ -193,24 +185,17 @@ def _scan(
     return with_bookie(records, owners)
 
 
-def index_entries(
-    spark: JobSession,
-    bookies: Bookies,
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-) -> Frame | None:
+def index_entries(spark: JobSession, bookies: Bookies, **options: str) -> Frame | None:
     """Return file, bookieId, ledger, entryId, logId, offset and `damage` of all entries in indexes.
 
     A damaged file has one row with `damage` and no ledger. None without an index directory.
     """
     if isinstance(bookies, Facts):
-        return bookies.index_entries(spark, ledger, scope_id)
+        return bookies.index_entries(spark, **options)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
     if not owners:
         return None
-    columns = (QUALIFIED_NAME, "entryId", "logId", "offset")
-    return _scan(spark, "index", owners, columns, ledger_options(ledger, scope_id))
+    return _scan(spark, "index", owners, (QUALIFIED_NAME, "entryId", "logId", "offset"), options)
 
 
 def replay_starts(bookie: BookieFiles) -> dict[str, int]:
@@ -229,14 +214,7 @@ def replay_starts(bookie: BookieFiles) -> dict[str, int]:
     return {str(path): start for path, start in starts.items()}
 
 
-def journal_entries(
-    spark: JobSession,
-    bookies: Bookies,
-    columns: Sequence[str] = (),
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-) -> Frame | None:
+def journal_entries(spark: JobSession, bookies: Bookies, columns: Sequence[str], **options: str) -> Frame | None:
     """Return every entry record in all journals, with `columns` of the source and `replayed`; None without a journal.
 
     `replayed`: a start of the bookie replays this record, so the bookie has the entry even if no entry log does. An
@@ -244,7 +222,7 @@ def journal_entries(
     """
     F = functions_of(spark)
     if isinstance(bookies, Facts):
-        return bookies.journal_entries(spark, columns, ledger, scope_id)
+        return bookies.journal_entries(spark, columns, **options)
     owners: dict[str, str] = {}
     files: list[BookieFile] = []
     starts: list[tuple[str, int | None]] = []
@@ -258,8 +236,8 @@ def journal_entries(
     if not owners:
         return None
     place = ("journalId", "offset", "recordSize", QUALIFIED_NAME, "entryId")
-    options = {**ledger_options(ledger, scope_id), **borders(spark, files), "types": RecordType.ENTRY.value}
-    records = _scan(spark, "journal", owners, [*place, *columns], options)
+    chosen = {**options, **borders(spark, files), "types": RecordType.ENTRY.value}
+    records = _scan(spark, "journal", owners, [*place, *columns], chosen)
     entries = records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE)
     # A journal that the bookie created after the listing is behind every mark.
     skipped = [path for path, start in starts if start is None]

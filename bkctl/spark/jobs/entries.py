@@ -36,6 +36,7 @@ def held_entries(
     logs and indexes, without digests. Raises NotFound if the bookies have no files.
     """
     F = functions_of(spark)
+    options = ledger_options(ledger, scope_id)
     of, digest = None, ["digest"]
     if journaled is None:
         journaled = journaled_entries(spark, bookies, ledger, scope_id)
@@ -45,10 +46,10 @@ def held_entries(
     with suppress(NotFound):  # These bookies have not written an entry log yet.
         names = ["recordSize", "lastAddConfirmed", *digest]
         wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", *names]
-        records = log_records(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
+        records = log_records(spark, bookies, wanted, **options)
         given = {name: F.col(name) for name in ("file", *names)}
         found.append(fold(_of_ledgers(records, of), LOG, "logId", **given))
-    places = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id) if indexes else None
+    places = index_entries(spark, bookies, **options) if indexes else None
     if places is not None:
         found.append(fold(_of_ledgers(places, of), INDEX, "logId"))
     blocks = [each for each in found if each is not None]
@@ -63,7 +64,7 @@ def journaled_entries(
     """Return the entries in the journals of each bookie as `entry_blocks.BLOCKS`; None without a journal."""
     F = functions_of(spark)
     wanted = ["lastAddConfirmed", "digest"] if digests else ["lastAddConfirmed"]
-    entries = journal_entries(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
+    entries = journal_entries(spark, bookies, wanted, **ledger_options(ledger, scope_id))
     if entries is None:
         return None
     given = {name: F.col(name) for name in ("file", "recordSize", "replayed", "digest") if name in entries.columns}

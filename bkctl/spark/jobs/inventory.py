@@ -14,7 +14,7 @@ from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
 from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, log_records, with_ledger_ids
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, ledger_options, log_records, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.sources.columns import DAMAGE
 
@@ -68,9 +68,8 @@ def shares(
     """
     F = functions_of(spark)
     counts = ("entryCount", "size")
-    found = log_records(
-        spark, bookies, [QUALIFIED_NAME, *counts], ledger=ledger, scope_id=scope_id, rows="ledgers"
-    )  # fmt: skip
+    options = ledger_options(ledger, scope_id)
+    found = log_records(spark, bookies, [QUALIFIED_NAME, *counts], rows="ledgers", **options)
     sums = [F.coalesce(F.sum(name), F.lit(0)).alias(name) for name in counts]
     return found.groupBy("bookieId", "file", QUALIFIED_NAME, DAMAGE).agg(*sums)
 
