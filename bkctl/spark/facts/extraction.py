@@ -411,31 +411,22 @@ class LedgerDigests:
         `read(offset, size)` reads the file of the records.
         """
         digests = records.column("digest")
-        ledgers = records.column("ledgerQualifiedName")
-        doubtful = pc.and_(digests.is_null(), ledgers.is_valid())
-        places = np.flatnonzero(doubtful.to_numpy(zero_copy_only=False))
-        chosen = records.take(pa.array(places))
-        found: dict[int, str] = {}
-        kept: list[int] = []
-        bodies: list[bytes] = []
+        doubtful = pc.and_(digests.is_null(), records.column("ledgerQualifiedName").is_valid())
+        chosen = records.filter(doubtful)
+        found: list[str | None] = []
+        bodies: list[bytes | None] = []
         names = ("ledgerQualifiedName", "entryId", "offset", "recordSize")
-        for number, (ledger, entry_id, offset, size) in enumerate(
-            zip(*(chosen.column(name).to_pylist() for name in names), strict=True)
-        ):
+        for ledger, entry_id, offset, size in zip(*(chosen.column(name).to_pylist() for name in names), strict=True):
             body = read(offset + 4, size)
             digest, is_evidence = self.of_record(ledger, entry_id, body)
-            if digest is not None:
-                found[int(places[number])] = digest
-            elif is_evidence:
-                kept.append(number)
-                bodies.append(body)
-        if found:
-            values = digests.to_pylist()
-            for place, digest in found.items():
-                values[place] = digest
-            records = records.set_column(records.schema.get_field_index("digest"), "digest", pa.array(values))
-        evidence = chosen.take(pa.array(kept, pa.int64())).select(["offset", "ledgerQualifiedName", "entryId"])
-        return records, evidence.append_column("record", pa.array(bodies, pa.binary()))
+            found.append(digest)
+            bodies.append(body if is_evidence else None)
+        if any(found):
+            judged = pc.replace_with_mask(digests, doubtful, pa.array(found, pa.string()))
+            records = records.set_column(records.schema.get_field_index("digest"), "digest", judged)
+        chosen = chosen.select(["offset", "ledgerQualifiedName", "entryId"])
+        evidence = chosen.append_column("record", pa.array(bodies, pa.binary()))
+        return records, evidence.filter(evidence.column("record").is_valid())
 
     @staticmethod
     def _digest_of(cluster: Cluster, name: str) -> DigestManager | BkctlError | None:
