@@ -47,6 +47,7 @@ from bkctl.spark.facts.facts_store import FactsStore, PartWriter, directory_name
 from bkctl.spark.facts.tables import TABLES, arrow_schema
 from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.garbage import log_rows
+from bkctl.spark.jobs.inventory import log_row
 from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import ledger_values, where_and_why
 from bkctl.spark.sources.filters import Conditions
@@ -227,10 +228,7 @@ class _Extract:
         return f"_pieces/{self._part(log).removeprefix('records/').removesuffix('.parquet')}/{table}.parquet"
 
     def _read_log(self, log: BookieFile, part: str) -> None:
-        constants: dict[str, Any] = {
-            "bookieId": self._bookie.bookie_id, "file": str(log.path), "logId": log.id, "logIdHex": f"{log.id:x}",
-            "scoped": log.scoped, "fileSize": log.size, "source": "entryLog",
-        }  # fmt: skip
+        constants = {**log_row(self._bookie.bookie_id, log), "source": "entryLog"}
         damage: list[BkctlError] = []
         sums: dict[str, tuple[int, int]] = {}
         new_part = self._store.new_part

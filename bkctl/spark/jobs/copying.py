@@ -290,7 +290,6 @@ def migrate_scope(
     from_scope_id: int | None = None,
     ledgers: Sequence[LedgerId] = (),
     dry_run: bool = False,
-    task_count: int | None = None,
 ) -> DataFrame:
     """Copy `ledgers`, or all ledgers of a scope, to the scope `to_scope_id`, under the same ledger ids; one row each.
 
@@ -310,7 +309,7 @@ def migrate_scope(
         results, work = _plan(cluster, listed, to_scope_id, named=bool(ledgers), dry_run=dry_run)
     rows = [result.row() for result in results]
     if work:
-        bins = _even_bins(work, task_count or task_slots(spark) * _TASKS_PER_CORE)
+        bins = _even_bins(work, task_slots(spark) * _TASKS_PER_CORE)
         copied = rows_in_tasks(spark, bins, partial(_copy_ledgers, checked), RESULT_SCHEMA)
         rows += [row.asDict() for row in copied.collect()]
     rows.sort(key=itemgetter("source"))

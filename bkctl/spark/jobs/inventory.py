@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import UsageError
 from bkctl.formats.entry_log import log_id_of
@@ -19,6 +19,7 @@ from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
+    from bkctl.files.directories import BookieFile
     from bkctl.spark.jobs.bookies import Bookies
 
 
@@ -39,19 +40,18 @@ def log_files(spark: JobSession, bookies: Bookies) -> Frame:
     """Return every entry log of the bookies: file, bookieId, logId, logIdHex, scoped, fileSize (bytes)."""
     if isinstance(bookies, Facts):
         return bookies.log_files(spark)
-    rows = []
-    for bookie in bookies:
-        for file in bookie.directories.entry_logs():
-            log_id = log_id_of(file.path.name)
-            hexadecimal = None if log_id is None else f"{log_id:x}"
-            rows.append(
-                {
-                    "file": str(file.path), "bookieId": bookie.bookie_id, "logId": log_id, "logIdHex": hexadecimal,
-                    "scoped": file.scoped, "fileSize": file.size,
-                }
-            )  # fmt: skip
+    rows = [log_row(bookie.bookie_id, log) for bookie in bookies for log in bookie.directories.entry_logs()]
     schema = "file string, bookieId string, logId bigint, logIdHex string, scoped boolean, fileSize bigint"
     return frame_of(spark, rows, schema)
+
+
+def log_row(bookie_id: str, log: BookieFile) -> dict[str, Any]:
+    """Return the row of `log_files` for one log."""
+    log_id = log_id_of(log.path.name)
+    return {
+        "file": str(log.path), "bookieId": bookie_id, "logId": log_id,
+        "logIdHex": None if log_id is None else f"{log_id:x}", "scoped": log.scoped, "fileSize": log.size,
+    }  # fmt: skip
 
 
 def shares(

@@ -65,7 +65,7 @@ def ddl(columns: Iterable[str]) -> str:
     return ", ".join(f"`{name}` {TYPES[name]}" for name in columns)
 
 
-def source_schema(options: SourceOptions, default: Sequence[str], on_request: Sequence[str] = ()) -> str:
+def source_schema(options: SourceOptions, default: Sequence[str], on_request: Sequence[str]) -> str:
     """Return the schema that the options ask for: the columns, and `damage` in mode permissive."""
     columns = options.columns(default, on_request)
     return ddl([*columns, DAMAGE] if options.mode() is Mode.PERMISSIVE else columns)
@@ -84,15 +84,10 @@ def checked_schema(source: str, schema: StructType | pa.Schema, known: Collectio
 
 
 class LedgerColumns:
-    """The three id columns of rows with these scope ids (None: all 0) and ledger ids.
+    """The three id columns of rows with these scope ids (None: all 0) and ledger ids."""
 
-    With `no_ledger` all are null: the rows belong to no ledger (2^64−1 in scope 0).
-    """
-
-    def __init__(
-        self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64], *, no_ledger: bool = False
-    ) -> None:
-        self._scope_ids, self._ledger_ids, self._no_ledger = scope_ids, ledger_ids, no_ledger
+    def __init__(self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64]) -> None:
+        self._scope_ids, self._ledger_ids = scope_ids, ledger_ids
 
     def column(self, name: str) -> pa.Array:
         """Return the column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`."""
@@ -100,8 +95,6 @@ class LedgerColumns:
         import pyarrow as pa
 
         kind = pa.string() if name == "ledgerQualifiedName" else pa.decimal128(20, 0)
-        if self._no_ledger:
-            return pa.nulls(len(self._ledger_ids), kind)
         rows, scope_ids, ledger_ids = self.distinct
         if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
