@@ -205,7 +205,7 @@ def test_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
     options = live.options
 
     def states(**settings: Any) -> dict[int, str]:
-        rows = migrate_scope(spark, options, to, from_scope_id=scope, task_count=3, **settings).collect()
+        rows = migrate_scope(spark, options, to, from_scope_id=scope, **settings).collect()
         assert [row.source for row in rows] == sorted(row.source for row in rows)
         assert all(row.ledgerScopeId == str(to) for row in rows)
         assert all(("is not a copy" in row.message) for row in rows if row.state == "failed")
