@@ -21,7 +21,7 @@ def _form(form: str) -> Callable[..., Expression]:
 
 
 class Expression:
-    """An expression, and the name of its values; the methods are those of PySpark's Column that jobs use."""
+    """An expression, and the name of its values, with the methods of PySpark's Column that jobs use."""
 
     def __init__(self, sql: str, name: str | None = None, order: str | None = None) -> None:
         self.sql, self.name = sql, name
@@ -163,7 +163,7 @@ def _lambda(function: Callable[..., Expression]) -> str:
 
 
 class LocalFunctions:
-    """The functions of pyspark.sql.functions that jobs use: texts are names of columns. There are no instances."""
+    """The functions of pyspark.sql.functions that jobs use, called without an instance; texts are names of columns."""
 
     col = staticmethod(column)
     lit = staticmethod(_value)
