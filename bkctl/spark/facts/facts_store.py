@@ -211,7 +211,7 @@ class PartWriter:
         self.row_count = 0
 
     def add(self, rows: pa.RecordBatch | pa.Table, **constants: Any) -> None:
-        """Add rows that have some of the table's columns; `constants` add to, or override, the constants of the part."""
+        """Add rows that have some of the table's columns; `constants` go before the constants of the part."""
         if rows.num_rows:
             self._rows.append(conform(rows, self._table, {**self._constants, **constants}))
             self._count += rows.num_rows
