@@ -52,8 +52,7 @@ def dying_source(directory: str) -> type[LedgerSource]:
             die(directory, "died reading")
 
     class Source(LedgerSource):
-        def reader(self, schema: Any) -> Reader:
-            return Reader(self._settings, schema)
+        reads = Reader
 
     return Source
 

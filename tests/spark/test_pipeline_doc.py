@@ -45,8 +45,8 @@ OPTIONS: Final = {
     "entrylog": {*FILES, *records.RecordReader.options},
     "journal": {*FILES, *records.RecordReader.options},
     "index": {*FILES, *indexes.IndexReader.options},
-    "metadata": {"path", *metadata._OPTIONS},
-    "ledger": set(ledger_source._OPTIONS),
+    "metadata": {"path", *metadata.MetadataReader.options},
+    "ledger": set(ledger_source.LedgerSource.reads.options),
 }
 
 

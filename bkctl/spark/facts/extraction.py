@@ -9,32 +9,51 @@ from __future__ import annotations
 
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.directories import BookieFile
+from bkctl.errors import (
+    BkctlError,
+    Conflict,
+    Corrupt,
+    LedgerNotFound,
+    NotFound,
+    Unauthorized,
+    Unreachable,
+    Unsupported,
+    UsageError,
+)  # fmt: skip
+from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.journal import JournalReader
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.scan import RecordBatch
+from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.spark.facts.evidence import IndexExtract, LedgerDigests
-from bkctl.spark.facts.facts_store import FactsStore, directory_name, list_path
+from bkctl.repair.conversion import DATABASE_NAMES
+from bkctl.spark.facts.facts_store import FactsStore, PartWriter, directory_name, list_path
 from bkctl.spark.facts.tables import TABLES, arrow_schema
 from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.garbage import log_rows
+from bkctl.spark.jobs.inventory import log_row
 from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import ledger_values, where_and_why
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.record_rows import RecordRows, Selection
+from bkctl.spark.sources.indexes import DatabaseRange, DatabaseReader, IndexedEntries, entry_rows
+from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of_v1, digest_of_v2
+from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -42,6 +61,11 @@ if TYPE_CHECKING:
 
 #: Tables whose rows are kept for each log, for the next extract.
 _PIECES: Final = ("ledgers", "damages")
+#: Ledgers whose digests are kept in memory.
+_LEDGERS_MAX: Final = 100_000
+#: Entries of the index that are compared with the logs at once.
+_CHUNK_ROWS: Final = 1 << 22
+_Damage = tuple[str, int | None, str]
 #: Lists of files to try where a listed file is deleted meanwhile.
 _ATTEMPTS_MAX: Final = 5
 #: Age of files that no list of parts names, and that no other extract can be writing any more.
@@ -120,7 +144,7 @@ class _Extract:
         for role, directories in roles:
             for directory in directories:
                 path = Path(directory, COOKIE_NAME)
-                row = {"bookieId": bookie.bookie_id, "file": str(path), "role": role}
+                row = {"file": str(path), "role": role}
                 try:
                     cookie = Cookie.parse(path.read_bytes(), str(path))
                 except (OSError, BkctlError) as error:
@@ -138,11 +162,11 @@ class _Extract:
             marks = latest_marks(self._bookie.directories)
             for each in marks.marks:
                 yield {
-                    "bookieId": self._bookie.bookie_id, "file": str(each.file.path), "journalIndex": each.journal_index,
-                    "journalId": each.mark.journal_id, "offset": each.mark.offset,
+                    "file": str(each.file.path), "journalIndex": each.journal_index, "journalId": each.mark.journal_id,
+                    "offset": each.mark.offset,
                 }  # fmt: skip
             for path, error in marks.damaged:
-                yield {"bookieId": self._bookie.bookie_id, "file": str(path), "problem": str(error)}
+                yield {"file": str(path), "problem": str(error)}
 
     def _write_journals(self) -> None:
         self._write("journals", check_rows(self._bookie))
@@ -150,15 +174,14 @@ class _Extract:
         with self._new_part("journal_records") as writer, self._new_part("evidence", "journals") as evidence:
             for path in self._bookie.journals():
                 with suppress(NotFound, UsageError), _noting([]), JournalReader.open(path) as reader:
-                    constants = {"file": path, "bookieId": self._bookie.bookie_id, "journalId": reader.journal_id}
-                    rows = _record_rows("journal_records", constants)
                     # A journal that the bookie created after the listing is behind every mark.
                     start = starts.get(path, I64_MAX) if path in listed else 0
-                    for batch in rows.of(_before_damage(reader.batches(), [])):
+                    for batch in _rows_of("journal_records", reader, []):
                         entries = batch.filter(pc.equal(batch.column("type"), "entry"))
                         found, proofs = self._digests.judge(entries, reader.read)
-                        writer.add(found.append_column("replayed", pc.greater_equal(found.column("offset"), start)))
-                        evidence.add(_with_constants(proofs, file=path, bookieId=self._bookie.bookie_id))
+                        found = found.append_column("replayed", pc.greater_equal(found.column("offset"), start))
+                        writer.add(found, file=path, journalId=reader.journal_id)
+                        evidence.add(proofs, file=path)
 
     # --- entry logs ---------------------------------------------------------------------------------------------
 
@@ -205,25 +228,25 @@ class _Extract:
         return f"_pieces/{self._part(log).removeprefix('records/').removesuffix('.parquet')}/{table}.parquet"
 
     def _read_log(self, log: BookieFile, part: str) -> None:
-        path, bookie_id = str(log.path), self._bookie.bookie_id
-        constants = {"file": path, "bookieId": bookie_id, "logId": log.id, "scoped": log.scoped}
+        constants = {**log_row(self._bookie.bookie_id, log), "source": "entryLog"}
         damage: list[BkctlError] = []
         sums: dict[str, tuple[int, int]] = {}
+        new_part = self._store.new_part
         # The part of `records` comes last: it stands for a log that was extracted as a whole.
         with (
-            self._store.new_part("records", part) as writer,
-            self._store.new_part("evidence", self._evidence(log), if_empty=False) as evidence,
-            self._store.new_part("damages", self._piece(log, "damages"), if_empty=False) as damages,
-            self._store.new_part("ledgers", self._piece(log, "ledgers")) as ledgers,
+            new_part("records", part, **constants) as writer,
+            new_part("evidence", self._evidence(log), if_empty=False, **constants) as evidence,
+            new_part("damages", self._piece(log, "damages"), if_empty=False, **constants) as damages,
+            new_part("ledgers", self._piece(log, "ledgers"), **constants) as ledgers,
         ):
-            with _noting(damage), EntryLogReader.open(path) as reader:
-                for batch in _record_rows("records", constants).of(_before_damage(reader.batches(), damage)):
+            with _noting(damage), EntryLogReader.open(log.path) as reader:
+                for batch in _rows_of("records", reader, damage):
                     found, doubtful = self._digests.judge(batch, reader.read)
                     writer.add(found)
-                    evidence.add(_with_constants(doubtful, **constants))
+                    evidence.add(doubtful)
                     _add_sums(sums, batch)
-            damages.add_rows(_damage_row(bookie_id, "entryLog", path, *where_and_why(error)) for error in damage)
-            ledgers.add_rows(_ledger_rows(log, bookie_id, sums))
+            damages.add_rows(dict(zip(("offset", "reason"), where_and_why(error), strict=True)) for error in damage)
+            ledgers.add_rows(_ledger_rows(log, sums))
 
     def _write_index(self, logs: list[BookieFile]) -> None:
         parts: dict[tuple[int, bool], list[tuple[str, str]]] = {}
@@ -237,7 +260,7 @@ class _Extract:
             self._new_part("damages", "index") as damages,
         ):
             for damage in index.write(writer, evidence):
-                damages.add_rows([_damage_row(self._bookie.bookie_id, "index", *damage)])
+                damages.add_rows([dict(zip(("file", "offset", "reason"), damage, strict=True), source="index")])
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -267,7 +290,7 @@ class _Extract:
         name = f"{self._number:09d}-{self._run_id}{suffix and f'-{suffix}'}.parquet"
         part = f"{table}/{self._directory}/{name}"
         self._parts.append((table, part))
-        return self._store.new_part(table, part)
+        return self._store.new_part(table, part, bookieId=self._bookie.bookie_id)
 
     def _publish(self) -> None:
         """Write the list of parts, from which on these facts count."""
@@ -303,19 +326,16 @@ class _Extract:
                     self._store.delete(file.path)
 
 
-def _record_rows(table: str, constants: dict[str, Any]) -> RecordRows:
-    """Return what makes rows of `table` from records."""
-    schema = arrow_schema(table)
-    fields = [field for field in schema if field.name not in ("part", "replayed")]
-    if "type" not in schema.names:
-        fields.append(pa.field("type", pa.string()))
-    return RecordRows(pa.schema(fields), constants, Selection(Conditions(), None), None)
+def _rows_of(table: str, reader: EntryLogReader | JournalReader, damage: list[BkctlError]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of `table` and their `type`, without columns of the whole file; damage goes to `damage`."""
 
+    def before_damage() -> Iterator[RecordBatch]:
+        with _noting(damage):
+            yield from reader.batches()
 
-def _before_damage(batches: Iterable[RecordBatch], damage: list[BkctlError]) -> Iterator[RecordBatch]:
-    """Yield the records before damage, which is added to `damage`."""
-    with _noting(damage):
-        yield from batches
+    fields = [field for field in arrow_schema(table) if field.name in VALUES and field.name != "type"]
+    schema = pa.schema([*fields, pa.field("type", pa.string())])
+    return RecordRows(schema, {}, Selection(Conditions(), None), None).of(before_damage())
 
 
 @contextmanager
@@ -327,16 +347,6 @@ def _noting(damage: list[BkctlError]) -> Iterator[None]:
         damage.append(error)
 
 
-def _with_constants(batch: pa.RecordBatch, **constants: Any) -> pa.RecordBatch:
-    for name, value in constants.items():
-        batch = batch.append_column(name, pa.repeat(value, batch.num_rows))
-    return batch
-
-
-def _damage_row(bookie_id: str, source: str, path: str, offset: int | None, reason: str) -> dict[str, Any]:
-    return {"bookieId": bookie_id, "source": source, "file": path, "offset": offset, "reason": reason}
-
-
 def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
     """Add the records of each ledger, and their bytes with size fields, to `sums`."""
     rows = pa.table({"ledger": batch.column("ledgerQualifiedName"), "size": batch.column("recordSize")})
@@ -346,9 +356,9 @@ def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
             sums[row["ledger"]] = count + row["size_count"], size + row["size_sum"] + 4 * row["size_count"]
 
 
-def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def _ledger_rows(log: BookieFile, sums: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the ledgers of one log, by a scan and by its ledgers map; one row without a ledger for an empty log."""
-    shares = list(log_rows((bookie_id, str(log.path))))
+    shares = list(log_rows(("", str(log.path))))
     if not shares:
         raise NotFound(f"{log.path} does not exist")
     of_log = {name: shares[0][name] for name in ("fromLedgersMap", "complete", "reason")}
@@ -358,10 +368,232 @@ def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int
         count, size = sums.get(name or "", (None, None))
         rows.append(
             {
-                "bookieId": bookie_id, "file": str(log.path), "logId": log.id, "scoped": log.scoped,
-                "logIdHex": f"{log.id:x}", "fileSize": log.size, "entryCount": count, "size": size,
-                "mapSize": sizes.get(name), **of_log,
+                "entryCount": count, "size": size, "mapSize": sizes.get(name), **of_log,
                 **({} if name is None else ledger_values(LedgerId.from_value(int(name, 16)))),
             }
         )  # fmt: skip
     return rows
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+class LedgerDigests:
+    """The digests of ledgers with their passwords, from `cluster`; None: digests that need a password stay unknown."""
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        self._cluster = cluster
+        self._known = lru_cache(_LEDGERS_MAX)(self._digest_of)
+
+    def of_record(self, ledger: str, entry_id: int, body: bytes) -> tuple[str | None, bool]:
+        """Return the digest type that a record matches (None: none, or unknown), and whether its bytes are evidence.
+
+        They are not if the digest type of the ledger has nothing to check, or the ledger no longer exists.
+        """
+        if self._cluster is None:
+            return None, True
+        manager = self._known(self._cluster, ledger)
+        if not isinstance(manager, DigestManager):
+            return None, manager is not None
+        try:
+            manager.open(body, entry_id)
+        except BkctlError:
+            return None, True
+        return manager.digest_type.name, False
+
+    def judge(
+        self, records: pa.RecordBatch, read: Callable[[int, int], bytes]
+    ) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+        """Return `records` with the digests that `cluster` tells, and the evidence of those that stay in doubt.
+
+        `read(offset, size)` reads the file of the records.
+        """
+        digests = records.column("digest")
+        doubtful = pc.and_(digests.is_null(), records.column("ledgerQualifiedName").is_valid())
+        chosen = records.filter(doubtful)
+        found: list[str | None] = []
+        bodies: list[bytes | None] = []
+        names = ("ledgerQualifiedName", "entryId", "offset", "recordSize")
+        for ledger, entry_id, offset, size in zip(*(chosen.column(name).to_pylist() for name in names), strict=True):
+            body = read(offset + 4, size)
+            digest, is_evidence = self.of_record(ledger, entry_id, body)
+            found.append(digest)
+            bodies.append(body if is_evidence else None)
+        if any(found):
+            judged = pc.replace_with_mask(digests, doubtful, pa.array(found, pa.string()))
+            records = records.set_column(records.schema.get_field_index("digest"), "digest", judged)
+        chosen = chosen.select(["offset", "ledgerQualifiedName", "entryId"])
+        evidence = chosen.append_column("record", pa.array(bodies, pa.binary()))
+        return records, evidence.filter(evidence.column("record").is_valid())
+
+    @staticmethod
+    def _digest_of(cluster: Cluster, name: str) -> DigestManager | BkctlError | None:
+        """Return None if there is nothing to check, or no ledger any more; an error: its metadata cannot be used."""
+        ledger = LedgerId.from_value(int(name, 16))
+        try:
+            metadata = cluster.ledgers.read(ledger).metadata
+            if metadata.digest_type in (None, DigestType.DUMMY):
+                return None
+            return DigestManager(ledger, metadata.digest_type, metadata.password or b"")
+        except LedgerNotFound:
+            return None
+        except (Corrupt, Unsupported, UsageError) as error:
+            return error
+        except (Unauthorized, Unreachable):
+            raise
+        except BkctlError as error:
+            # A refusal of the metadata store must not pass for damage of the file whose records are judged.
+            raise Unreachable(error.message, hint=error.hint) from error
+
+
+# --- the index --------------------------------------------------------------------------------------------------------
+
+
+class IndexExtract:
+    """Writes the index of a bookie. `parts` maps (log id, scoped) to the paths and `records` parts of its logs."""
+
+    def __init__(
+        self, bookie: BookieFiles, store: FactsStore, digests: LedgerDigests,
+        parts: Mapping[tuple[int, bool], list[tuple[str, str]]],
+    ) -> None:  # fmt: skip
+        self._bookie, self._store, self._digests, self._parts = bookie, store, digests, parts
+        self._schema = arrow_schema("index")
+        self._chunk: list[IndexedEntries] = []
+        self._count = 0
+        self._logs = OpenLogs()
+        self._damages: list[_Damage] = []
+
+    def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[_Damage]:
+        """Write the entries and the evidence; yield the path, offset and reason of each damage."""
+        with closing(self._logs):
+            for directory in self._bookie.index_dirs:
+                for path, scoped, entries in self._sources(BookieDirectories((), (), [directory])):
+                    for found in self._before_damage(path, entries):
+                        self._add(found, path, scoped, writer, evidence)
+                yield from self._damages
+                self._damages.clear()
+            self._compare(evidence)
+
+    def _sources(self, directories: BookieDirectories) -> Iterator[tuple[str, bool, Iterator[IndexedEntries]]]:
+        """Yield path, scope and entries of each file and database; what cannot be opened goes to the damages."""
+        with BookieIndexes(directories) as indexes:
+            for file in indexes.files():
+                path = str(file.path)
+                with self._noting_in(path), LedgerIndexReader.open(file.path) as reader:
+                    ledger = file.id
+                    assert isinstance(ledger, LedgerId)
+                    yield path, file.scoped, (IndexedEntries.of_page(ledger, *page) for page in reader.pages())
+        databases = {
+            (file.path.parent, file.scoped) for file in directories.rocksdbs() if file.path.name in DATABASE_NAMES
+        }
+        for current, scoped in sorted(databases):
+            part = DatabaseRange(str(current), scoped, self._bookie.bookie_id)
+            database = part.path("locations")
+            path = str(database)
+            try:
+                with (
+                    LedgersDatabase.open(part.path("ledgers"), scoped=scoped) as ledgers,
+                    LocationsDatabase.open(database, scoped=scoped) as locations,
+                ):
+                    yield path, scoped, DatabaseReader(part, ledgers, locations, Conditions()).entries()
+            except PermissionError:
+                raise
+            except OSError as error:
+                self._damages.append((path, None, f"{path} cannot be read: {error.strerror or error}"))
+            except (Corrupt, NotFound, Unsupported, UsageError) as error:
+                self._damages.append((path, *where_and_why(error)))
+
+    def _before_damage(self, path: str, entries: Iterator[IndexedEntries]) -> Iterator[IndexedEntries]:
+        """Yield the entries before damage, which goes to the damages."""
+        with self._noting_in(path):
+            yield from entries
+
+    @contextmanager
+    def _noting_in(self, path: str) -> Iterator[None]:
+        """Add damage that ends the block to the damages, unless the bookie has deleted the ledger."""
+        found: list[BkctlError] = []
+        with suppress(NotFound), _noting(found):
+            yield
+        self._damages += ((path, *where_and_why(error)) for error in found)
+
+    def _add(
+        self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter
+    ) -> None:  # fmt: skip
+        constants = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
+        for batch in entry_rows(self._schema, entries, Conditions(), constants):
+            writer.add(batch)
+        self._chunk.append(entries)
+        self._count += len(entries.entry_ids)
+        if self._count >= _CHUNK_ROWS:
+            self._compare(evidence)
+
+    def _compare(self, evidence: PartWriter) -> None:
+        """Write the evidence for the places of the current chunk that are not records of their entries."""
+        chunk, self._chunk, self._count = self._chunk, [], 0
+        if not chunk:
+            return
+        entries = IndexedEntries.joined(chunk)
+        log_ids = entries.locations >> 32 & 0xFFFFFFFF
+        scoped = entries.scope_ids != 0
+        order = np.lexsort((log_ids, scoped))
+        borders = np.flatnonzero(np.diff(log_ids[order]) | np.diff(scoped[order])) + 1
+        rows: Any
+        for rows in np.split(order, borders):
+            key = int(log_ids[rows[0]]), bool(scoped[rows[0]])
+            of_log = entries.select(rows)
+            found = np.zeros(len(rows), np.bool_)
+            for _, part in self._parts.get(key, ()):
+                found |= self._stands_in(part, of_log)
+            evidence.add_rows(self._look(key, of_log.select(~found)))
+
+    def _stands_in(self, part: str, entries: IndexedEntries) -> npt.NDArray[np.bool_]:
+        """Return which entries have their record at their place in the log of `part`."""
+        table = self._store.read("records", part, ["offset", "ledgerScopeId", "ledgerId", "entryId"])
+        offsets = table.column("offset").to_numpy()
+        if not len(offsets):
+            return np.zeros(len(entries.entry_ids), np.bool_)
+        wanted = (entries.locations & 0xFFFFFFFF) - 4
+        places = np.minimum(np.searchsorted(offsets, wanted), len(offsets) - 1)
+        scopes, ledgers = (_unsigned(table.column(name)) for name in ("ledgerScopeId", "ledgerId"))
+        found: npt.NDArray[np.bool_] = (
+            (offsets[places] == wanted)
+            & (scopes[places] == entries.scope_ids)
+            & (ledgers[places] == entries.ledger_ids)
+            & (table.column("entryId").to_numpy()[places] == entries.entry_ids)
+        )
+        return found
+
+    def _look(self, key: tuple[int, bool], entries: IndexedEntries) -> Iterator[dict[str, Any]]:
+        """Yield the evidence for each place, in each log with this id."""
+        log_id, scoped = key
+        columns = (column.tolist() for column in entries)
+        for scope_id, ledger_id, entry_id, location in zip(*columns, strict=True):
+            offset = (location & 0xFFFFFFFF) - 4
+            for candidate, (path, _) in enumerate(self._parts.get(key, ())):
+                yield {
+                    "logId": log_id, "scoped": scoped, "offset": offset, "candidate": candidate,
+                    **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
+                }  # fmt: skip
+
+    def _record_at(self, path: str, offset: int, ledger: LedgerId, entry_id: int) -> dict[str, Any]:
+        found = self._logs.record_at(path, offset, Corrupt, Unsupported, UsageError)
+        record = found.pop("record", None)
+        if (found.get("ledgerQualifiedName"), found.get("entryId")) == (ledger.qualified_name, entry_id):
+            check = digest_of_v2 if ledger.is_scoped else digest_of_v1
+            found["digest"], is_evidence = check(record, 0, len(record)), False
+            if found["digest"] is None:
+                found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
+            found["record"] = record if is_evidence else None
+        return found
+
+
+def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
+    """Return ids as numbers. A record without a ledger gets an arbitrary id: no index has an entry of its entry id."""
+    encoded = column.combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    if not len(encoded.dictionary):
+        return np.zeros(len(column), np.uint64)
+    values = np.array([int(value) for value in encoded.dictionary.to_pylist()], np.uint64)
+    found: npt.NDArray[np.uint64] = values[encoded.indices.fill_null(0).to_numpy()]
+    return found

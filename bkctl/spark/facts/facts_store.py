@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -112,14 +112,10 @@ class FactsStore:
 
     def part_lists(self) -> list[PartList]:
         """Return the newest list of parts of each bookie, in order of bookie ids. Raises NotFound without any."""
-        newest: dict[str, int] = {}
-        for file in self.files("parts"):
-            match = _LIST_NAME.fullmatch(file.path.removeprefix("parts/"))
-            if match is not None:
-                newest[match["bookie"]] = max(int(match["number"]), newest.get(match["bookie"], 0))
-        if not newest:
+        found = self._numbers()
+        if not found:
             raise NotFound(f"{self.uri} has no facts of version {VERSION}", hint=_HINT)
-        lists = [self.part_list(bookie, number) for bookie, number in newest.items()]
+        lists = [self.part_list(bookie, max(numbers)) for bookie, numbers in found.items()]
         return sorted(lists, key=lambda each: each.bookie_id)
 
     def part_list(self, bookie: str, number: int) -> PartList:
@@ -135,15 +131,22 @@ class FactsStore:
 
     def numbers(self, bookie: str) -> list[int]:
         """Return the numbers of the bookie's lists of parts, in order."""
-        matches = (_LIST_NAME.fullmatch(file.path.removeprefix("parts/")) for file in self.files("parts"))
-        return sorted(int(match["number"]) for match in matches if match is not None and match["bookie"] == bookie)
+        return sorted(self._numbers().get(bookie, ()))
+
+    def _numbers(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for file in self.files("parts"):
+            if match := _LIST_NAME.fullmatch(file.path.removeprefix("parts/")):
+                found.setdefault(match["bookie"], []).append(int(match["number"]))
+        return found
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def new_part(self, table: str, path: str, *, if_empty: bool = True) -> Iterator[PartWriter]:
+    def new_part(self, table: str, path: str, *, if_empty: bool = True, **constants: Any) -> Iterator[PartWriter]:
         """Yield a writer of a Parquet file of `table`, which appears at `path` when the block ends without an error.
 
+        Columns that rows lack are `constants`, or null.
         Without `if_empty` a file without rows appears only in place of an earlier one, which lists of parts may name.
         """
         target = f"{self._root}/{path}"
@@ -152,14 +155,17 @@ class FactsStore:
         with self._failures("write"):
             self._arrow.create_dir(directory, recursive=True)
             stream = self._arrow.open_output_stream(temporary)
-        writer = PartWriter(stream, table, path)
+        writer = PartWriter(stream, table, {**constants, "part": path})
         try:
             yield writer
             with self._failures("write"):
                 writer.close()
                 stream.close()
                 if writer.row_count or if_empty or self._exists(path):
-                    self._sync(temporary)
+                    # Other stores do that when a stream is closed.
+                    if self._arrow.type_name == "local":
+                        with open(temporary, "rb") as file:
+                            os.fsync(file.fileno())
                     self._arrow.move(temporary, target)
                 else:
                     self._arrow.delete_file(temporary)
@@ -180,12 +186,6 @@ class FactsStore:
 
         return bool(self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound)
 
-    def _sync(self, path: str) -> None:
-        """Let a local file reach the disk before it gets its name; other stores do that when a stream is closed."""
-        if self._arrow.type_name == "local":
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:
         import pyarrow as pa
@@ -201,19 +201,19 @@ class FactsStore:
 class PartWriter:
     """Writes rows of one table as Parquet, in row groups of a bounded size."""
 
-    def __init__(self, stream: Any, table: str, part: str) -> None:
+    def __init__(self, stream: Any, table: str, constants: Mapping[str, Any]) -> None:
         import pyarrow.parquet
 
-        self._table, self._part = table, part
+        self._table, self._constants = table, constants
         self._writer = pyarrow.parquet.ParquetWriter(stream, arrow_schema(table), compression="zstd")
         self._rows: list[pa.Table] = []
         self._count = self._size_bytes = 0
         self.row_count = 0
 
-    def add(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Add rows that have some of the table's columns; the others are null."""
+    def add(self, rows: pa.RecordBatch | pa.Table, **constants: Any) -> None:
+        """Add rows that have some of the table's columns; `constants` go before the constants of the part."""
         if rows.num_rows:
-            self._rows.append(conform(rows, self._table, self._part))
+            self._rows.append(conform(rows, self._table, {**self._constants, **constants}))
             self._count += rows.num_rows
             self._size_bytes += self._rows[-1].nbytes
             self.row_count += rows.num_rows

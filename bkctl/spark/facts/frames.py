@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-    from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
 
 _QUALIFIED_NAME: Final = "ledgerQualifiedName"
@@ -98,9 +97,10 @@ class Facts(list[ExtractedBookie]):
 
     # --- the rows of jobs -----------------------------------------------------------------------------------------
 
+    # `wanted` are options of the source: the ledger or the scope.
+
     def log_records(
-        self, spark: JobSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None,
-        *, rows: str = "records",
+        self, spark: JobSession, columns: Sequence[str], *, rows: str = "records", **wanted: str
     ) -> Frame:  # fmt: skip
         """Return the rows of `bookie_records.log_records`."""
         F = functions_of(spark)
@@ -108,25 +108,23 @@ class Facts(list[ExtractedBookie]):
         if rows != "records":
             found = found.filter(F.col("entryCount").isNotNull())
         names = list(dict.fromkeys(["file", "bookieId", *columns]))
-        chosen = _of_ledger(found, ledger, scope_id).select(*names, _no_damage(F))
+        chosen = _of_ledger(found, wanted).select(*names, _no_damage(F))
         return chosen.unionByName(self._damages(spark, "entryLog"), allowMissingColumns=True)
 
-    def journal_entries(
-        self, spark: JobSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None
-    ) -> Frame:
+    def journal_entries(self, spark: JobSession, columns: Sequence[str], **wanted: str) -> Frame:
         """Return the rows of `bookie_records.journal_entries`."""
         place = ("file", "bookieId", "journalId", "offset", "recordSize", _QUALIFIED_NAME, "entryId")
         names = list(dict.fromkeys([*place, *columns, "replayed"]))
-        return _of_ledger(self.table(spark, "journal_records"), ledger, scope_id).select(*names)
+        return _of_ledger(self.table(spark, "journal_records"), wanted).select(*names)
 
-    def index_entries(self, spark: JobSession, ledger: LedgerId | None, scope_id: int | None) -> Frame:
+    def index_entries(self, spark: JobSession, **wanted: str) -> Frame:
         """Return the rows of `bookie_records.index_entries`."""
         F = functions_of(spark)
         names = ("file", "bookieId", _QUALIFIED_NAME, "entryId", "logId", "offset")
-        found = _of_ledger(self.table(spark, "index"), ledger, scope_id).select(*names, _no_damage(F))
+        found = _of_ledger(self.table(spark, "index"), wanted).select(*names, _no_damage(F))
         damages = self._damages(spark, "index")
-        if ledger is not None or scope_id is not None:
-            damages = damages.mapInArrow(partial(_of_wanted_files, ledger, scope_id), _DAMAGES)
+        if wanted:
+            damages = damages.mapInArrow(partial(_of_wanted_files, _prefix(wanted)), _DAMAGES)
         return found.unionByName(damages, allowMissingColumns=True)
 
     def log_files(self, spark: JobSession) -> Frame:
@@ -171,17 +169,13 @@ class Facts(list[ExtractedBookie]):
         return self.table(spark, "damages").filter(F.col("source") == source).select("file", "bookieId", damage)
 
 
-def _of_wanted_files(
-    ledger: LedgerId | None, scope_id: int | None, batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
+def _of_wanted_files(prefix: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield the rows without index files of other ledgers, which their paths name; databases have any ledger."""
     import pyarrow as pa
 
     for batch in batches:
         named = [ledger_of_index_path(file) for file in batch.column("file").to_pylist()]
-        wanted = [
-            found is None or (found.scope_id == scope_id if ledger is None else found == ledger) for found in named
-        ]
+        wanted = [found is None or found.qualified_name.startswith(prefix) for found in named]
         yield batch.filter(pa.array(wanted, pa.bool_()))
 
 
@@ -189,9 +183,10 @@ def _no_damage(F: Functions) -> FrameColumn:
     return F.lit(None).cast(TYPES[DAMAGE]).alias(DAMAGE)
 
 
-def _of_ledger(rows: Frame, ledger: LedgerId | None, scope_id: int | None) -> Frame:
-    F = functions_of(rows)
-    name: Any = F.col(_QUALIFIED_NAME)
-    if ledger is not None:
-        return rows.filter(name == ledger.qualified_name)
-    return rows if scope_id is None else rows.filter(name.startswith(f"{scope_id:016x}"))
+def _of_ledger(rows: Frame, wanted: Mapping[str, str]) -> Frame:
+    return rows.filter(functions_of(rows).col(_QUALIFIED_NAME).startswith(_prefix(wanted))) if wanted else rows
+
+
+def _prefix(wanted: Mapping[str, str]) -> str:
+    """Return the first digits of the names of wanted ledgers."""
+    return wanted["ledger"] if "ledger" in wanted else f"{int(wanted['ledgerScopeId']):016x}"

@@ -7,7 +7,7 @@ end of a table do not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.spark.sources import columns as source_columns
 from bkctl.spark.sources.columns import table_of
@@ -177,8 +177,7 @@ def spark_schema(table: str) -> str:
     return ", ".join(f"`{name}` {column.type}" for name, column in TABLES[table].items())
 
 
-def conform(rows: pa.RecordBatch | pa.Table, table: str, part: str) -> pa.Table:
-    """Return `rows` with the columns and types of `table`; columns that `rows` lacks are null, `part` is constant."""
-    is_list = table == "parts"
-    columns = {name: rows.column(name) for name in rows.schema.names if is_list or name != "part"}
-    return table_of(arrow_schema(table), columns, rows.num_rows, {} if is_list else {"part": part})
+def conform(rows: pa.RecordBatch | pa.Table, table: str, constants: Mapping[str, Any]) -> pa.Table:
+    """Return `rows` with the columns and types of `table`; columns that `rows` lacks are constant, or null."""
+    columns = {name: rows.column(name) for name in rows.schema.names if name != "part" or table == "parts"}
+    return table_of(arrow_schema(table), columns, rows.num_rows, constants)

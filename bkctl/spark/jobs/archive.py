@@ -20,7 +20,7 @@ import json
 from base64 import b64decode
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,6 +68,8 @@ _COMPLETE: Final = "/counts/_SUCCESS"
 _WILDCARDS: Final = "*?[{"
 #: Entry id of the row that precedes a ledger's entries and describes the ledger.
 _HEAD: Final = -1
+#: Entries that are added before their acknowledgements are awaited.
+_ENTRIES_AT_ONCE: Final = 4096
 _HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount")
 
 
@@ -277,65 +279,42 @@ def _target(source: LedgerId, to_scope_id: int | None) -> LedgerId:
 def _import_rows(
     options: SourceOptions, to_scope_id: int | None, batches: Iterable[list[dict[str, Any]]]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Create the ledgers of ordered rows: of each its head, then its entries."""
-    runs = (run for rows in batches for run in groupby(rows, itemgetter(QUALIFIED_NAME)))
+    """Create the ledgers of ordered rows: of each its head, then its entries.
+
+    An error of one ledger goes to its row; that of an unreachable metadata store is raised.
+    """
     with Client(ClusterOptions(options)) as client:
-        current: _Import | None = None
-        for name, run in runs:
-            entry_ids, payloads = map(list, zip(*((row["entryId"], row["payload"]) for row in run), strict=True))
-            source, first = LedgerId.parse(name), entry_ids[0]
-            if first == _HEAD:
-                if current is not None:
-                    yield [current.finish().row()]
-                current = _Import(client, source, _target(source, to_scope_id), payloads.pop(0), options)
-                first += 1
-            # Ledgers that were deleted while the export ran have no head.
-            if current is not None and current.source == source:
-                current.add(first, payloads)
-        if current is not None:
-            yield [current.finish().row()]
+        for name, of_ledger in groupby(chain.from_iterable(batches), itemgetter(QUALIFIED_NAME)):
+            rows = iter(of_ledger)
+            head = next(rows)
+            if head["entryId"] != _HEAD:
+                continue  # The ledger was deleted while the export ran.
+            source = LedgerId.parse(name)
+            target = _target(source, to_scope_id)
+            try:
+                result = client.run(_import_ledger(client, source, target, json.loads(head["payload"]), rows, options))
+            except BkctlError as error:
+                check_store(client, error)
+                result = CopyResult(source, target, FAILED, message=str(error))
+            yield [result.row()]
 
 
-class _Import:
-    """The import of one ledger. An error of this ledger goes to its row; an unreachable metadata store is raised."""
-
-    def __init__(self, client: Client, source: LedgerId, target: LedgerId, head: bytes, options: SourceOptions) -> None:
-        fields = json.loads(head)
-        shape = Shape(
-            fields["ensembleSize"], fields["writeQuorumSize"], fields["ackQuorumSize"],
-            DigestType[fields.get("digestType") or "CRC32"],
-            {key: b64decode(value) for key, value in fields["customMetadata"].items()},
-        )  # fmt: skip
-        password = options.secret("ledgerPassword") or b""
-        self._client, self.source = client, source
-        self._copy = LedgerCopy(client, source, target, shape.over(options), password, int(fields["entryCount"]))
-        self._error: BkctlError | None = None
-        self._run(self._copy.begin())
-
-    def add(self, first: int, payloads: list[bytes]) -> None:
-        if first != self._copy.hash.entry_count and payloads and self._error is None:
-            self._error = Corrupt(f"Entry {self._copy.hash.entry_count} of ledger {self.source} is not in the export")
-        self._run(self._copy.add(payloads))
-
-    def finish(self) -> CopyResult:
-        if self._copy.hash.entry_count != self._copy.entry_count and self._error is None:
-            self._error = Corrupt(
-                f"Ledger {self.source} has {self._copy.hash.entry_count} entries in the export, not "
-                f"{self._copy.entry_count}"
-            )
-        result = self._run(self._copy.finish())
-        if self._error is not None:
-            return CopyResult(self.source, self._copy.target, FAILED, message=str(self._error))
-        assert isinstance(result, CopyResult)
-        return result
-
-    def _run(self, work: Any) -> Any:
-        if self._error is not None:
-            work.close()
-            return None
-        try:
-            return self._client.run(work)
-        except BkctlError as error:
-            check_store(self._client, error)
-            self._error = error
-            return None
+async def _import_ledger(
+    client: Client, source: LedgerId, target: LedgerId, head: Mapping[str, Any], rows: Iterator[dict[str, Any]],
+    options: SourceOptions,
+) -> CopyResult:  # fmt: skip
+    shape = Shape(
+        head["ensembleSize"], head["writeQuorumSize"], head["ackQuorumSize"],
+        DigestType[head.get("digestType") or "CRC32"],
+        {key: b64decode(value) for key, value in head["customMetadata"].items()},
+    )  # fmt: skip
+    password = options.secret("ledgerPassword") or b""
+    copy = LedgerCopy(client, source, target, shape.over(options), password, int(head["entryCount"]))
+    await copy.begin()
+    while some := list(islice(rows, _ENTRIES_AT_ONCE)):
+        if some[0]["entryId"] != copy.hash.entry_count:
+            raise Corrupt(f"Entry {copy.hash.entry_count} of ledger {source} is not in the export")
+        await copy.add(row["payload"] for row in some)
+    if copy.hash.entry_count != copy.entry_count:
+        raise Corrupt(f"Ledger {source} has {copy.hash.entry_count} entries in the export, not {copy.entry_count}")
+    return await copy.finish()

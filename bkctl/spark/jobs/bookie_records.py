@@ -157,57 +157,45 @@ def with_bookie(records: Frame, owners: Mapping[str, str]) -> Frame:
     return records.withColumn("bookieId", owner)
 
 
-def log_records(
-    spark: JobSession,
-    bookies: Bookies,
-    columns: Sequence[str],
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-    **options: str,
-) -> Frame:
+def log_records(spark: JobSession, bookies: Bookies, columns: Sequence[str], **options: str) -> Frame:
     """Return `columns`, file, bookieId and `damage` of all records in entry logs; `options` are the source's own.
 
     A damaged log has one row with `damage` and no ledger, behind the records before the damage. Raises NotFound if the
     bookies have no entry log.
     """
     if isinstance(bookies, Facts):
-        return bookies.log_records(spark, columns, ledger, scope_id, **options)
+        return bookies.log_records(spark, columns, **options)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.ledger_dirs}
     logs = {directory: BookieDirectories((), [directory]).entry_logs() for directory in owners}
     directories = [directory for directory, files in logs.items() if files]
     if not directories:
         raise NotFound("The bookies given have no entry logs")
-    wanted = ",".join(dict.fromkeys(["file", "bookieId", *columns]))
     cuts = borders(spark, chain.from_iterable(logs.values()))
-    chosen = {**ledger_options(ledger, scope_id), **options, **cuts, "columns": wanted, "mode": "permissive"}
     # Directories instead of files: a running bookie may delete some files.
-    records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(directories)
+    used = {directory: owners[directory] for directory in directories}
+    return _scan(spark, "entrylog", used, columns, {**options, **cuts})
+
+
+def _scan(
+    spark: JobSession, source: str, owners: Mapping[str, str], columns: Iterable[str], options: Mapping[str, str]
+) -> Frame:
+    """Return file, bookieId, `columns` and `damage` of the files in the directories of `owners`."""
+    wanted = {"columns": ",".join(dict.fromkeys(["file", "bookieId", *columns])), "mode": "permissive"}
+    records = spark.read.format(f"bookkeeper.{source}").options(**options, **wanted).load(list(owners))
     return with_bookie(records, owners)
 
 
-def index_entries(
-    spark: JobSession,
-    bookies: Bookies,
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-) -> Frame | None:
+def index_entries(spark: JobSession, bookies: Bookies, **options: str) -> Frame | None:
     """Return file, bookieId, ledger, entryId, logId, offset and `damage` of all entries in indexes.
 
     A damaged file has one row with `damage` and no ledger. None without an index directory.
     """
     if isinstance(bookies, Facts):
-        return bookies.index_entries(spark, ledger, scope_id)
+        return bookies.index_entries(spark, **options)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
     if not owners:
         return None
-    chosen = {
-        **ledger_options(ledger, scope_id),
-        "mode": "permissive",
-        "columns": f"file,bookieId,{QUALIFIED_NAME},entryId,logId,offset",
-    }
-    return with_bookie(spark.read.format("bookkeeper.index").options(**chosen).load(list(owners)), owners)
+    return _scan(spark, "index", owners, (QUALIFIED_NAME, "entryId", "logId", "offset"), options)
 
 
 def replay_starts(bookie: BookieFiles) -> dict[str, int]:
@@ -226,14 +214,7 @@ def replay_starts(bookie: BookieFiles) -> dict[str, int]:
     return {str(path): start for path, start in starts.items()}
 
 
-def journal_entries(
-    spark: JobSession,
-    bookies: Bookies,
-    columns: Sequence[str] = (),
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-) -> Frame | None:
+def journal_entries(spark: JobSession, bookies: Bookies, columns: Sequence[str], **options: str) -> Frame | None:
     """Return every entry record in all journals, with `columns` of the source and `replayed`; None without a journal.
 
     `replayed`: a start of the bookie replays this record, so the bookie has the entry even if no entry log does. An
@@ -241,7 +222,7 @@ def journal_entries(
     """
     F = functions_of(spark)
     if isinstance(bookies, Facts):
-        return bookies.journal_entries(spark, columns, ledger, scope_id)
+        return bookies.journal_entries(spark, columns, **options)
     owners: dict[str, str] = {}
     files: list[BookieFile] = []
     starts: list[tuple[str, int | None]] = []
@@ -254,16 +235,10 @@ def journal_entries(
                 files += journals
     if not owners:
         return None
-    place = ("file", "bookieId", "journalId", "offset", "recordSize")
-    chosen = {
-        **ledger_options(ledger, scope_id),
-        **borders(spark, files),
-        "columns": ",".join(dict.fromkeys([*place, QUALIFIED_NAME, "entryId", *columns])),
-        "mode": "permissive",
-        "types": RecordType.ENTRY.value,
-    }
-    records = spark.read.format("bookkeeper.journal").options(**chosen).load(list(owners))
-    entries = with_bookie(records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE), owners)
+    place = ("journalId", "offset", "recordSize", QUALIFIED_NAME, "entryId")
+    chosen = {**options, **borders(spark, files), "types": RecordType.ENTRY.value}
+    records = _scan(spark, "journal", owners, [*place, *columns], chosen)
+    entries = records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE)
     # A journal that the bookie created after the listing is behind every mark.
     skipped = [path for path, start in starts if start is None]
     parts = {path: start for path, start in starts if start}

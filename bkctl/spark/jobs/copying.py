@@ -12,7 +12,6 @@ import hashlib
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,7 +24,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.jobs.bookie_records import frame_of, map_rows, task_slots
+from bkctl.spark.jobs.bookie_records import frame_of, rows_in_tasks, task_slots
 from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
 
@@ -65,11 +64,9 @@ class Shape(NamedTuple):
 
     def over(self, options: SourceOptions) -> Shape:
         """Return this shape with the sizes that the options set. Raises UsageError."""
-        return self._replace(
-            ensemble_size=options.integer("ensembleSize", self.ensemble_size, 1),
-            write_quorum_size=options.integer("writeQuorumSize", self.write_quorum_size, 1),
-            ack_quorum_size=options.integer("ackQuorumSize", self.ack_quorum_size, 1),
-        )
+        names = zip(SHAPE_OPTIONS, self[:3], strict=True)
+        ensemble_size, write_quorum_size, ack_quorum_size = (options.integer(name, size, 1) for name, size in names)
+        return Shape(ensemble_size, write_quorum_size, ack_quorum_size, self.digest_type, self.custom_metadata)
 
     @classmethod
     def of(cls, metadata: LedgerMetadata) -> Shape:
@@ -293,7 +290,6 @@ def migrate_scope(
     from_scope_id: int | None = None,
     ledgers: Sequence[LedgerId] = (),
     dry_run: bool = False,
-    task_count: int | None = None,
 ) -> DataFrame:
     """Copy `ledgers`, or all ledgers of a scope, to the scope `to_scope_id`, under the same ledger ids; one row each.
 
@@ -313,9 +309,8 @@ def migrate_scope(
         results, work = _plan(cluster, listed, to_scope_id, named=bool(ledgers), dry_run=dry_run)
     rows = [result.row() for result in results]
     if work:
-        bins = _even_bins(work, task_count or task_slots(spark) * _TASKS_PER_CORE)
-        tasks = spark.range(0, len(bins), 1, len(bins))
-        copied = map_rows(tasks, partial(_copy_bins, checked, bins), RESULT_SCHEMA)
+        bins = _even_bins(work, task_slots(spark) * _TASKS_PER_CORE)
+        copied = rows_in_tasks(spark, bins, partial(_copy_ledgers, checked), RESULT_SCHEMA)
         rows += [row.asDict() for row in copied.collect()]
     rows.sort(key=itemgetter("source"))
     return frame_of(spark, rows, RESULT_SCHEMA)
@@ -359,19 +354,16 @@ def _even_bins(work: Collection[_Work], count: int) -> list[list[tuple[LedgerId,
     return bins
 
 
-def _copy_bins(
-    options: SourceOptions, bins: list[list[tuple[LedgerId, LedgerId]]], batches: Iterable[list[dict[str, Any]]]
-) -> Iterator[list[dict[str, Any]]]:
-    """Copy the ledgers of the bins that `batches` number; one row a ledger.
+def _copy_ledgers(options: SourceOptions, work: list[tuple[LedgerId, LedgerId]]) -> Iterator[dict[str, Any]]:
+    """Copy ledgers; one row a ledger.
 
     Raises Unreachable if the metadata store is unreachable. Unreachable bookies fail only the ledgers that need them.
     """
-    for number in chain.from_iterable(batches):
-        with Client(ClusterOptions(options)) as client:
-            for source, target in bins[number["id"]]:
-                try:
-                    result = client.run(copy_ledger(client, source, target, options))
-                except BkctlError as error:
-                    check_store(client, error)
-                    result = CopyResult(source, target, FAILED, message=str(error))
-                yield [result.row()]
+    with Client(ClusterOptions(options)) as client:
+        for source, target in work:
+            try:
+                result = client.run(copy_ledger(client, source, target, options))
+            except BkctlError as error:
+                check_store(client, error)
+                result = CopyResult(source, target, FAILED, message=str(error))
+            yield result.row()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -27,45 +28,48 @@ def held_entries(
     scope_id: int | None,
     *,
     indexes: bool = True,
+    journaled: Frame | None = None,
 ) -> Frame:
     """Return the entries in the files of each bookie as `entry_blocks.BLOCKS`, and a row for each damage.
 
-    Raises NotFound if the bookies have no files.
+    With `journaled`, a result of `journaled_entries` without digests, these entries and the ones of their ledgers in
+    logs and indexes, without digests. Raises NotFound if the bookies have no files.
     """
-    return _union(
-        _logged(spark, bookies, ledger, scope_id, digests=True),
-        _indexed(spark, bookies, ledger, scope_id) if indexes else None,
-        journaled_entries(spark, bookies, ledger, scope_id, digests=True),
-    )
+    F = functions_of(spark)
+    options = ledger_options(ledger, scope_id)
+    of, digest = None, ["digest"]
+    if journaled is None:
+        journaled = journaled_entries(spark, bookies, ledger, scope_id)
+    else:
+        of, digest = journaled.select("bookieId", QUALIFIED_NAME).dropna().distinct(), []
+    found = [journaled]
+    with suppress(NotFound):  # These bookies have not written an entry log yet.
+        names = ["recordSize", "lastAddConfirmed", *digest]
+        wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", *names]
+        records = log_records(spark, bookies, wanted, **options)
+        given = {name: F.col(name) for name in ("file", *names)}
+        found.append(fold(_of_ledgers(records, of), LOG, "logId", **given))
+    places = index_entries(spark, bookies, **options) if indexes else None
+    if places is not None:
+        found.append(fold(_of_ledgers(places, of), INDEX, "logId"))
+    blocks = [each for each in found if each is not None]
+    if not blocks:
+        raise NotFound("The bookies given have no files to look at")
+    return reduce(lambda left, right: left.unionByName(right), blocks)
 
 
 def journaled_entries(
-    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool = True
 ) -> Frame | None:
     """Return the entries in the journals of each bookie as `entry_blocks.BLOCKS`; None without a journal."""
     F = functions_of(spark)
     wanted = ["lastAddConfirmed", "digest"] if digests else ["lastAddConfirmed"]
-    entries = journal_entries(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
+    entries = journal_entries(spark, bookies, wanted, **ledger_options(ledger, scope_id))
     if entries is None:
         return None
     given = {name: F.col(name) for name in ("file", "recordSize", "replayed", "digest") if name in entries.columns}
     lac = F.when(F.col("replayed"), F.col("lastAddConfirmed"))
     return fold(entries, JOURNAL, "journalId", **given, lastAddConfirmed=lac)
-
-
-def held_of_journaled(
-    spark: JobSession, bookies: Bookies, journaled: Frame, ledger: LedgerId | None, scope_id: int | None
-) -> Frame:
-    """Return `journaled` entries, and the entries of their ledgers in logs and indexes, without digests; damages too.
-
-    The result is as that of `held_entries`.
-    """
-    ledgers = journaled.select("bookieId", QUALIFIED_NAME).dropna().distinct()
-    return _union(
-        journaled,
-        _logged(spark, bookies, ledger, scope_id, digests=False, of=ledgers),
-        _indexed(spark, bookies, ledger, scope_id, of=ledgers),
-    )
 
 
 def shares_of(held: Frame) -> Frame:
@@ -96,39 +100,9 @@ def unreadable_files(held: Frame) -> Frame:
     )
 
 
-def _union(*blocks: Frame | None) -> Frame:
-    found = [each for each in blocks if each is not None]
-    if not found:
-        raise NotFound("The bookies given have no files to look at")
-    return reduce(lambda left, right: left.unionByName(right), found)
-
-
 def _damages(held: Frame) -> Frame:
     F = functions_of(held)
     return held.filter(F.col(DAMAGE).isNotNull()).select("bookieId", DAMAGE).distinct()
-
-
-def _logged(
-    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool,
-    of: Frame | None = None,
-) -> Frame | None:  # fmt: skip
-    F = functions_of(spark)
-    wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", "recordSize", "lastAddConfirmed"]
-    names = ["file", "recordSize", "lastAddConfirmed", *(["digest"] if digests else [])]
-    try:
-        records = log_records(
-            spark, bookies, [*wanted, "digest"] if digests else wanted, ledger=ledger, scope_id=scope_id
-        )
-    except NotFound:
-        return None  # These bookies have not written an entry log yet.
-    return fold(_of_ledgers(records, of), LOG, "logId", **{name: F.col(name) for name in names})
-
-
-def _indexed(
-    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, of: Frame | None = None
-) -> Frame | None:
-    entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
-    return None if entries is None else fold(_of_ledgers(entries, of), INDEX, "logId")
 
 
 def _of_ledgers(rows: Frame, ledgers: Frame | None) -> Frame:

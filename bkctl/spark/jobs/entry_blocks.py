@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -200,43 +200,33 @@ def unfold(blocks: Frame, choose: Callable[[Ids], Mask]) -> Frame:
     and `last` entry of a fragment, the bookie's `position` in its ensemble, ensembleSize and writeQuorumSize.
     """
     together = blocks.repartition(*_PLACE).sortWithinPartitions(*_PLACE, "file")
-    return together.mapInArrow(partial(_unfold_batches, choose), _UNFOLDED)
 
+    def unfolded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return chain.from_iterable(_Compared(table).rows(choose) for table in _together(batches))
 
-def _unfold_batches(choose: Callable[[Ids], Mask], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for table in _together(batches):
-        yield from _Compared(table).rows(choose)
+    return together.mapInArrow(unfolded, _UNFOLDED)
 
 
 def _together(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Yield the rows in tables of a bounded number of entries; no table ends between blocks of one place."""
     waiting: list[pa.RecordBatch] = []
-    previous: pa.RecordBatch | None = None
-    number = total = 0
+    total = 0
     for batch in batches:
-        if not batch.num_rows:
-            continue
-        begins = _begins(batch, previous)
-        previous = batch.slice(batch.num_rows - 1)
-        sizes = batch.column("entryCount").to_numpy() + _BLOCK_SIZE * begins
-        before = total + np.cumsum(sizes) - sizes
-        total += int(sizes.sum())
-        starts = np.flatnonzero(begins)
-        numbers = before[starts] // _COMPARE_ENTRIES
-        cuts = starts[np.flatnonzero(np.diff(numbers, prepend=number))].tolist()
-        number = int(numbers[-1]) if len(numbers) else number
-        at = 0
-        for cut in cuts:
-            waiting.append(batch.slice(at, cut - at))
-            yield pa.Table.from_batches(waiting)
-            waiting, at = [], cut
-        waiting.append(batch.slice(at))
+        for at in range(0, batch.num_rows, _COMPARE_ENTRIES >> BLOCK_BITS):
+            part = batch.slice(at, _COMPARE_ENTRIES >> BLOCK_BITS)
+            begins = _begins(part, waiting[-1] if waiting else None)
+            if total >= _COMPARE_ENTRIES and begins.any():
+                cut = int(begins.argmax())
+                yield pa.Table.from_batches([*waiting, part.slice(0, cut)])
+                part, begins, waiting, total = part.slice(cut), begins[cut:], [], 0
+            waiting.append(part)
+            total += pc.sum(part.column("entryCount")).as_py() + _BLOCK_SIZE * int(begins.sum())
     if waiting:
         yield pa.Table.from_batches(waiting)
 
 
 def _begins(rows: pa.RecordBatch | pa.Table, previous: pa.RecordBatch | None = None) -> Mask:
-    """Return which rows are of another place than the row before; the first one is, without a `previous` row."""
+    """Return which rows are of another place than the row before; the first one is, without `previous` rows."""
     begins = np.zeros(rows.num_rows, np.bool_)
     for name in _PLACE:
         column: Any = rows.column(name)
@@ -245,7 +235,7 @@ def _begins(rows: pa.RecordBatch | pa.Table, previous: pa.RecordBatch | None = N
             column = column.dictionary_encode().indices
         values = column.to_numpy()
         begins[1:] |= values[1:] != values[:-1]
-    begins[0] = previous is None or any(rows.column(name)[0] != previous.column(name)[0] for name in _PLACE)
+    begins[0] = previous is None or any(rows.column(name)[0] != previous.column(name)[-1] for name in _PLACE)
     return begins
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import UsageError
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
 from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, log_records, with_ledger_ids
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, ledger_options, log_records, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
+    from bkctl.files.directories import BookieFile
     from bkctl.spark.jobs.bookies import Bookies
 
 
@@ -39,19 +40,18 @@ def log_files(spark: JobSession, bookies: Bookies) -> Frame:
     """Return every entry log of the bookies: file, bookieId, logId, logIdHex, scoped, fileSize (bytes)."""
     if isinstance(bookies, Facts):
         return bookies.log_files(spark)
-    rows = []
-    for bookie in bookies:
-        for file in bookie.directories.entry_logs():
-            log_id = log_id_of(file.path.name)
-            hexadecimal = None if log_id is None else f"{log_id:x}"
-            rows.append(
-                {
-                    "file": str(file.path), "bookieId": bookie.bookie_id, "logId": log_id, "logIdHex": hexadecimal,
-                    "scoped": file.scoped, "fileSize": file.size,
-                }
-            )  # fmt: skip
+    rows = [log_row(bookie.bookie_id, log) for bookie in bookies for log in bookie.directories.entry_logs()]
     schema = "file string, bookieId string, logId bigint, logIdHex string, scoped boolean, fileSize bigint"
     return frame_of(spark, rows, schema)
+
+
+def log_row(bookie_id: str, log: BookieFile) -> dict[str, Any]:
+    """Return the row of `log_files` for one log."""
+    log_id = log_id_of(log.path.name)
+    return {
+        "file": str(log.path), "bookieId": bookie_id, "logId": log_id,
+        "logIdHex": None if log_id is None else f"{log_id:x}", "scoped": log.scoped, "fileSize": log.size,
+    }  # fmt: skip
 
 
 def shares(
@@ -68,9 +68,8 @@ def shares(
     """
     F = functions_of(spark)
     counts = ("entryCount", "size")
-    found = log_records(
-        spark, bookies, [QUALIFIED_NAME, *counts], ledger=ledger, scope_id=scope_id, rows="ledgers"
-    )  # fmt: skip
+    options = ledger_options(ledger, scope_id)
+    found = log_records(spark, bookies, [QUALIFIED_NAME, *counts], rows="ledgers", **options)
     sums = [F.coalesce(F.sum(name), F.lit(0)).alias(name) for name in counts]
     return found.groupBy("bookieId", "file", QUALIFIED_NAME, DAMAGE).agg(*sums)
 

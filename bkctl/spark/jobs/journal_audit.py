@@ -34,8 +34,8 @@ from bkctl.spark.jobs.bookie_records import (
     with_ledger_ids,
 )
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.entries import held_of_journaled, journaled_entries, log_damages
-from bkctl.spark.jobs.entry_blocks import Ids, unfold
+from bkctl.spark.jobs.entries import held_entries, journaled_entries, log_damages
+from bkctl.spark.jobs.entry_blocks import unfold
 from bkctl.spark.jobs.garbage import ledger_states
 from bkctl.spark.jobs.verdicts import look_again, look_at
 from bkctl.spark.sources.columns import DAMAGE
@@ -43,7 +43,6 @@ from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
-    from bkctl.spark.jobs.entry_blocks import Mask
 
 
 class Logged(StrEnum):
@@ -97,7 +96,7 @@ def audit(
         journaled = journaled_entries(spark, bookies, ledger, scope_id, digests=False)
         if journaled is not None:
             persisted.append(journaled.persist())
-            held = held_of_journaled(spark, bookies, journaled, ledger, scope_id).persist()
+            held = held_entries(spark, bookies, ledger, scope_id, journaled=journaled).persist()
             persisted.append(held)
     entries = (frame_of(spark, [], _UNLOGGED) if held is None else unlogged(held, bookies, connection)).persist()
     names = {Logged.NO: "unloggedCount", Logged.UNKNOWN: "unknownCount"}
@@ -136,27 +135,15 @@ def check_rows(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
 def _check_row(bookie_id: str, check: JournalCheck) -> dict[str, Any]:
     journal_id = check.journal_id
     return {
-        "bookieId": bookie_id,
-        "journalId": journal_id,
-        "journalIdHex": None if journal_id is None else f"{journal_id:x}",
-        "file": str(check.path),
-        "version": check.version,
-        "state": check.state.value,
-        "size": check.size_bytes,
-        "goodEnd": check.good_end,
-        "mark": check.mark,
-        "recordCount": check.record_count,
-        "entryCount": check.entry_count,
-        "replayRecordCount": 0,
-        "replayEntryCount": 0,
-        "replaySize": 0,
-        "sizeBehind": check.behind.size_bytes,
-        "recordsBehind": check.behind.record_count,
-        "entriesBehind": check.behind.entry_count,
-        "resumesAt": check.behind.resumes_at,
-        "problem": check.problem,
-        "damaged": check.error is not None,
-    }
+        "bookieId": bookie_id, "file": str(check.path), "journalId": journal_id,
+        "journalIdHex": None if journal_id is None else f"{journal_id:x}", "version": check.version,
+        "state": check.state.value, "size": check.size_bytes, "goodEnd": check.good_end, "mark": check.mark,
+        "recordCount": check.record_count, "entryCount": check.entry_count,
+        "replayRecordCount": 0, "replayEntryCount": 0, "replaySize": 0,
+        "sizeBehind": check.behind.size_bytes, "recordsBehind": check.behind.record_count,
+        "entriesBehind": check.behind.entry_count, "resumesAt": check.behind.resumes_at,
+        "problem": check.problem, "damaged": check.error is not None,
+    }  # fmt: skip
 
 
 def _replay(path: Path, start: int) -> dict[str, int]:
@@ -182,7 +169,7 @@ def unlogged(held: Frame, bookies: Bookies, connection: Mapping[str, str] | None
     F = functions_of(held)
     unread = log_damages(held).select("bookieId").distinct()
     blocks = held.filter(F.col(QUALIFIED_NAME).isNotNull()).drop(DAMAGE, "size", "lac")
-    absent = unfold(blocks.withColumn("matches", F.lit(True)), _is_unlogged)
+    absent = unfold(blocks.withColumn("matches", F.lit(True)), lambda ids: ids.recorded & ~ids.logged)
     found = absent.join(_indexed_entries(absent, bookies), list(REPLICA), "left_anti")
     found = found.join(F.broadcast(unread.withColumn("unread", F.lit(True))), "bookieId", "left")
     is_unknown = F.col("unread").isNotNull() & F.col("place").isNull()
@@ -195,10 +182,6 @@ def unlogged(held: Frame, bookies: Bookies, connection: Mapping[str, str] | None
     else:
         found = found.withColumn("state", F.lit(None).cast("string"))
     return with_ledger_ids(found).orderBy("bookieId", QUALIFIED_NAME, "entryId")
-
-
-def _is_unlogged(ids: Ids) -> Mask:
-    return ids.recorded & ~ids.logged
 
 
 def _indexed_entries(absent: Frame, bookies: Bookies) -> Frame:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.errors import BkctlError, NotFound
+from bkctl.errors import BkctlError
 from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
@@ -61,17 +60,17 @@ def judge_replicas(promised: Frame, held: Frame, ledgers: Frame, *, indexes: boo
         "digestType", DAMAGE, "size", "lac"
     )
     blocks = promised.unionByName(of_ledgers, allowMissingColumns=True)
-    rows = unfold(blocks, partial(_is_doubtful, indexes)).join(ledgers, QUALIFIED_NAME)
+
+    def choose(ids: Ids) -> Mask:
+        """Choose the entries for which the verdict is more than INTACT, or which have copies to look at."""
+        return ids.mismatched | (ids.promised & ~(ids.replayed | (ids.served if indexes else ids.logged)))
+
+    rows = unfold(blocks, choose).join(ledgers, QUALIFIED_NAME)
     rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict(F))
     in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
     deciding = F.filter(_deciding_looks(F), lambda look: in_doubt & look.isNotNull())
     judged = rows.withColumn("looks", F.concat(deciding, _other_looks(F)))
     return judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0))
-
-
-def _is_doubtful(indexes: bool, ids: Ids) -> Mask:
-    """Return the entries for which the table of verdicts says more than INTACT, or which have copies to look at."""
-    return ids.mismatched | (ids.promised & ~(ids.replayed | (ids.served if indexes else ids.logged)))
 
 
 def _with_served_copy(rows: Frame, *, indexes: bool) -> Frame:
@@ -156,18 +155,18 @@ def look_again(judged: Frame, bookies: Bookies, connection: Mapping[str, str]) -
     looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
     looks = looks.select(*REPLICA, "digestType", "look.*")
     looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")
-    logs: dict[tuple[str, int, bool], list[str]] = {}
-    looker: Callable[..., _SecondLook] = _SecondLook
+    logs: dict[tuple[str, int, bool], list[str]] | None = None
     if isinstance(bookies, Facts):
-        looks, looker = bookies.with_evidence(judged.sparkSession, looks), _SecondLookAtFacts
+        looks = bookies.with_evidence(judged.sparkSession, looks)
     else:
+        logs = {}
         for bookie in bookies:
             for log in bookie.directories.entry_logs():
                 if (log_id := log_id_of(log.path.name)) is not None:
                     logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
 
     def results(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
-        with looker(logs, connection) as second:
+        with _SecondLook(logs, connection) as second:
             for rows in batches:
                 yield [found for row in rows if (found := second.look(row)) is not None]
 
@@ -183,9 +182,15 @@ class _ProblemFound(Exception):
 
 
 class _SecondLook(ExitStack):
-    """Reads single records and checks them against their ledgers' digests; a context manager that closes the files."""
+    """Checks single records against their ledgers' digests; a context manager that closes the files.
 
-    def __init__(self, logs: Mapping[tuple[str, int, bool], list[str]], connection: Mapping[str, str]) -> None:
+    `logs` has the paths of each bookie's logs by id and scope. None: each row has its `evidence`, the records that an
+    extract left where columns cannot decide.
+    """
+
+    def __init__(
+        self, logs: Mapping[tuple[str, int, bool], list[str]] | None, connection: Mapping[str, str]
+    ) -> None:  # fmt: skip
         super().__init__()
         self._logs, self._connection = logs, connection
         self._cluster: Cluster | None = None
@@ -198,51 +203,55 @@ class _SecondLook(ExitStack):
         found = {key: row[key] for key in REPLICA} | {"promised": row["decides"], "offset": row["offset"]}
         found |= {"file": row["file"], "problem": None, "detail": None}
         try:
-            if row["kind"] == "journal":
-                self._check_journal(ledger, row)
-            else:
-                found["file"] = self._find_in_logs(ledger, row)
+            found["file"] = self._find(ledger, row)
         except _ProblemFound as error:
             found["problem"], found["detail"] = error.problem.value, error.detail
         return found if row["decides"] or found["problem"] else None
 
-    def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
+    def _find(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
         """Return the file that has the entry. Raises _ProblemFound."""
-        key = row["bookieId"], row["logId"], ledger.is_scoped
-        # Each ledger directory has its own log ids, and an index does not name the directory.
-        paths = [row["file"]] if row["file"] is not None else self._logs.get(key, [])
-        problem = _missing_log(row)
-        for path in paths:
+        problem = _no_evidence(row)
+        if row["file"] is None and not row.get("isLog"):
+            missing = f"its index names log {row['logId']}, which does not exist"
+            problem = _ProblemFound(Problem.MISSING, missing)
+        for evidence in self._evidence(ledger, row):
             try:
-                record = self._open_logs.reader(path).entry_at(row["offset"] + 4)
-                if (record.ledger, record.entry_id) != (ledger, row["entryId"]):
-                    raise _misplaced(record.ledger, record.entry_id, record.offset, path)
-                self._check(ledger, row, record.body)
-                return path
+                self._check(ledger, row, evidence)
             except _ProblemFound as error:
                 problem = error
-            except NotFound as error:
-                problem = _ProblemFound(Problem.MISSING, str(error))
-            except BkctlError as error:
-                problem = _ProblemFound(Problem.DAMAGED, str(error))
+            else:
+                return str(evidence["file"])
         raise problem
 
-    def _check_journal(self, ledger: LedgerId, row: Mapping[str, Any]) -> None:
-        """Raise _ProblemFound unless the journal has the entry, undamaged."""
-        path, offset = row["file"], row["offset"]
-        try:
-            with JournalReader.open(path) as reader:
-                (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
-                body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
-        except BkctlError as error:
-            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
-        if not 0 < size == len(body):
-            raise _ProblemFound(Problem.MISSING, f"{path} has no record at byte {offset}")
-        self._check(ledger, row, body)
+    def _evidence(self, ledger: LedgerId, row: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+        """Return what stands at the row's offset in its file, or in each log with its id, in the order to try."""
+        path = row["file"]
+        if self._logs is None:
+            found = row["evidence"] or ()
+            if path is not None:
+                return [each for each in found if each["file"] == path]
+            tried = [each for each in found if each["candidate"] is not None]
+            return sorted(tried, key=lambda each: int(each["candidate"]))
+        if row["kind"] == "journal":
+            return [{**row, **_journal_record(path, row["offset"])}]
+        # Each ledger directory has its own log ids, and an index does not name the directory.
+        key = row["bookieId"], row["logId"], ledger.is_scoped
+        paths = [path] if path is not None else self._logs.get(key, [])
+        return (self._open_logs.record_at(each, row["offset"], BkctlError) for each in paths)
 
-    def _check(self, ledger: LedgerId, row: Mapping[str, Any], body: bytes) -> None:
-        """Raise _ProblemFound unless the record `body` is this entry and matches its digest."""
+    def _check(self, ledger: LedgerId, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> None:
+        """Raise _ProblemFound unless the record of `evidence` is this entry and matches its digest."""
+        if evidence.get("problem") is not None:
+            raise _ProblemFound(Problem(evidence["problem"]), evidence["detail"])
+        stands, entry_id = LedgerId.from_value(int(evidence[QUALIFIED_NAME], 16)), evidence["entryId"]
+        if (stands, entry_id) != (ledger, row["entryId"]):
+            place = f"stands at byte {row['offset']} of {evidence['file']}"
+            raise _ProblemFound(Problem.MISPLACED, f"entry {entry_id} of ledger {stands} {place}")
         if row["digestType"] is None or row["digestType"] == DigestType.DUMMY.name:
+            return
+        if evidence["record"] is None:
+            if row["digestType"] != evidence["digest"]:
+                raise _no_evidence(row)
             return
         manager = self._managers.get(ledger)
         if manager is None:
@@ -250,7 +259,7 @@ class _SecondLook(ExitStack):
             password = self._password(ledger) if digest_type is DigestType.HMAC else b""
             manager = self._managers[ledger] = DigestManager(ledger, digest_type, password)
         try:
-            manager.open(body, row["entryId"])
+            manager.open(evidence["record"], entry_id)
         except BkctlError as error:
             raise _ProblemFound(Problem.DAMAGED, str(error)) from error
 
@@ -261,56 +270,17 @@ class _SecondLook(ExitStack):
         return self._cluster.ledgers.read(ledger).metadata.password or b""
 
 
-class _SecondLookAtFacts(_SecondLook):
-    """Takes records from the `evidence` of each row, which an extract left where columns cannot decide."""
-
-    def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
-        found = self._evidence(row)
-        if not found:
-            if row["file"] is None and not row["isLog"]:
-                raise _missing_log(row)
-            raise _no_evidence(row)
-        for evidence in found:
-            try:
-                self._check_evidence(ledger, row, evidence)
-            except _ProblemFound as error:
-                problem = error
-            else:
-                return str(evidence["file"])
-        raise problem
-
-    def _check_journal(self, ledger: LedgerId, row: Mapping[str, Any]) -> None:
-        found = self._evidence(row)
-        if not found:
-            raise _no_evidence(row)
-        self._check_evidence(ledger, row, found[0])
-
-    def _check_evidence(self, ledger: LedgerId, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> None:
-        if evidence["problem"] is not None:
-            raise _ProblemFound(Problem(evidence["problem"]), evidence["detail"])
-        stands = LedgerId.from_value(int(evidence[QUALIFIED_NAME], 16))
-        if (stands, evidence["entryId"]) != (ledger, row["entryId"]):
-            raise _misplaced(stands, evidence["entryId"], row["offset"], evidence["file"])
-        if evidence["record"] is not None:
-            self._check(ledger, row, evidence["record"])
-        elif row["digestType"] not in (None, DigestType.DUMMY.name, evidence["digest"]):
-            raise _no_evidence(row)
-
-    def _evidence(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return the evidence of the row's file, or of each log with its id, in the order in which they are tried."""
-        found = row["evidence"] or ()
-        if row["file"] is not None:
-            return [each for each in found if each["file"] == row["file"]]
-        tried = [each for each in found if each["candidate"] is not None]
-        return sorted(tried, key=lambda each: int(each["candidate"]))
-
-
-def _missing_log(row: Mapping[str, Any]) -> _ProblemFound:
-    return _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which does not exist")
-
-
-def _misplaced(ledger: LedgerId, entry_id: int, offset: int, path: str) -> _ProblemFound:
-    return _ProblemFound(Problem.MISPLACED, f"entry {entry_id} of ledger {ledger} stands at byte {offset} of {path}")
+def _journal_record(path: str, offset: int) -> dict[str, Any]:
+    """Return the record at byte `offset` of a journal, or the `problem` with it and a `detail`."""
+    try:
+        with JournalReader.open(path) as reader:
+            (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
+            body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
+    except BkctlError as error:
+        return {"problem": Problem.DAMAGED.value, "detail": str(error)}
+    if not 0 < size == len(body):
+        return {"problem": Problem.MISSING.value, "detail": f"{path} has no record at byte {offset}"}
+    return {"record": body}
 
 
 def _no_evidence(row: Mapping[str, Any]) -> _ProblemFound:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from bkctl.errors import BkctlError
 from bkctl.spark.local.database import LocalDatabase, Query
-from bkctl.spark.local.functions import Expression, column, duckdb_type, quoted
-from bkctl.spark.local.functions import sum as sum_of
-from bkctl.spark.sources import SOURCES
+from bkctl.spark.local.functions import Expression, LocalFunctions, column, duckdb_type, quoted
+from bkctl.spark.sources import source_named
 from bkctl.spark.sources.columns import arrow_schema
 
 if TYPE_CHECKING:
@@ -94,48 +92,43 @@ class LocalSession(LocalDatabase):
         self, schema: pa.Schema, batches: Callable[[], Iterator[pa.RecordBatch]], *, is_stream: bool
     ) -> LocalFrame:
         """Return rows that `batches` yields: to each query anew as a stream, else once, in this thread."""
+        import pyarrow as pa
+
         if is_stream:
-            return LocalFrame(
-                self,
-                lambda query: empty(schema) if query is None else f"SELECT * FROM {query.stream(schema, batches())}",
-            )
+            return self._frame(schema, lambda query: query.stream(schema, batches()))
         table = f"m{next(_numbers)}"
         exists = False
 
-        def write(query: Query | None) -> str:
+        def stored(query: Query) -> str:
             nonlocal exists
-            if query is None:
-                return empty(schema)
             if not exists:
                 self.run(lambda query: f"CREATE OR REPLACE TABLE {table} AS {empty(schema)}")
                 for batch in batches():
-                    self._insert(table, schema, batch)
+                    self._insert(table, pa.Table.from_batches([batch], schema))
                 exists = True
-            return f"SELECT * FROM {table}"
+            return table
 
-        return LocalFrame(self, write, is_stored=True)
+        return self._frame(schema, stored, is_stored=True)
+
+    def _insert(self, table: str, rows: pa.Table) -> None:
+        self.run(lambda query: f"INSERT INTO {table} SELECT * FROM {query.table(rows)}")
 
     def of_dataset(self, dataset: Any) -> LocalFrame:
         """Return the rows of an Arrow dataset or table, which queries read in parts."""
-        names = ", ".join(map(quoted, dataset.schema.names))
+        return self._frame(dataset.schema, lambda query: query.table(dataset))
+
+    def _frame(self, schema: pa.Schema, table: Callable[[Query], str], *, is_stored: bool = False) -> LocalFrame:
+        """Return the rows of the `table` of a query."""
         return LocalFrame(
-            self,
-            lambda query: empty(dataset.schema) if query is None else f"SELECT {names} FROM {query.table(dataset)}",
+            self, lambda query: empty(schema) if query is None else f"SELECT * FROM {table(query)}", is_stored=is_stored
         )
-
-    def _insert(self, table: str, schema: pa.Schema, batch: pa.RecordBatch) -> None:
-        import pyarrow as pa
-
-        rows = pa.Table.from_batches([batch], schema)
-        self.run(lambda query: f"INSERT INTO {table} SELECT * FROM {query.table(rows)}")
 
 
 class LocalReader:
     """Reads one of bkctl's sources with options."""
 
     def __init__(self, session: LocalSession) -> None:
-        self._session = session
-        self._name = ""
+        self._session, self._name = session, ""
         self._options: dict[str, str] = {}
 
     def format(self, name: str) -> LocalReader:
@@ -153,8 +146,7 @@ class LocalReader:
     def load(self, paths: Sequence[str] | None = None) -> LocalFrame:
         """Return the rows of the source. Queries plan and read it, in order of its partitions."""
         options = self._options if paths is None else {**self._options, "paths": json.dumps(list(paths))}
-        module, kind = SOURCES[self._name]
-        source = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)(options)
+        source = source_named(self._name)(options)
         schema = arrow_schema(source.schema())
 
         def batches() -> Iterator[pa.RecordBatch]:
@@ -360,7 +352,7 @@ class Groups:
 
     def sum(self, *names: str) -> LocalFrame:
         """Return the sums of these columns."""
-        return self.agg(*(sum_of(name).alias(f"sum({name})") for name in names))
+        return self.agg(*(LocalFunctions.sum(name).alias(f"sum({name})") for name in names))
 
 
 def empty(schema: pa.Schema) -> str:

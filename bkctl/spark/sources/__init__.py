@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,11 +31,17 @@ SOURCES: Final = {
 PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"
 
 
+def source_named(name: str) -> Any:
+    """Return the class of a source."""
+    module, kind = SOURCES[name]
+    return getattr(import_module(f"{__name__}.{module}"), kind)
+
+
 def register(spark: SparkSession) -> None:
     """Register all data sources of bkctl with `spark`, and let it push filters down to them on request.
 
     Where bkctl is installed beside PySpark, Spark finds the sources without this (`bkctl.spark.discovery`).
     """
-    for module, name in SOURCES.values():
-        spark.dataSource.register(getattr(import_module(f"{__name__}.{module}"), name))
+    for name in SOURCES:
+        spark.dataSource.register(source_named(name))
     spark.conf.set(PUSHDOWN, "true")

@@ -65,7 +65,7 @@ def ddl(columns: Iterable[str]) -> str:
     return ", ".join(f"`{name}` {TYPES[name]}" for name in columns)
 
 
-def source_schema(options: SourceOptions, default: Sequence[str], on_request: Sequence[str] = ()) -> str:
+def source_schema(options: SourceOptions, default: Sequence[str], on_request: Sequence[str]) -> str:
     """Return the schema that the options ask for: the columns, and `damage` in mode permissive."""
     columns = options.columns(default, on_request)
     return ddl([*columns, DAMAGE] if options.mode() is Mode.PERMISSIVE else columns)
@@ -84,15 +84,10 @@ def checked_schema(source: str, schema: StructType | pa.Schema, known: Collectio
 
 
 class LedgerColumns:
-    """The three id columns of rows with these scope ids (None: all 0) and ledger ids.
+    """The three id columns of rows with these scope ids (None: all 0) and ledger ids."""
 
-    With `no_ledger` all are null: the rows belong to no ledger (2^64−1 in scope 0).
-    """
-
-    def __init__(
-        self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64], *, no_ledger: bool = False
-    ) -> None:
-        self._scope_ids, self._ledger_ids, self._no_ledger = scope_ids, ledger_ids, no_ledger
+    def __init__(self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64]) -> None:
+        self._scope_ids, self._ledger_ids = scope_ids, ledger_ids
 
     def column(self, name: str) -> pa.Array:
         """Return the column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`."""
@@ -100,8 +95,6 @@ class LedgerColumns:
         import pyarrow as pa
 
         kind = pa.string() if name == "ledgerQualifiedName" else pa.decimal128(20, 0)
-        if self._no_ledger:
-            return pa.nulls(len(self._ledger_ids), kind)
         rows, scope_ids, ledger_ids = self.distinct
         if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
@@ -140,11 +133,9 @@ def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
     import numpy as np
     import pyarrow as pa
 
-    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
     count, width = rows.shape
-    texts = np.empty((count, width, 2), np.uint8)
-    texts[:, :, 0], texts[:, :, 1] = digits[rows >> 4], digits[rows & 15]
     offsets = np.arange(count + 1, dtype=np.int32) * np.int32(2 * width)
+    texts = rows.tobytes().hex().encode()
     return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(texts))
 
 
@@ -190,8 +181,7 @@ def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: 
     import pyarrow as pa
 
     values = {**known, "file": file, DAMAGE: {"file": file, "offset": offset, "reason": reason}}
-    arrays = [pa.array([values.get(field.name)], field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    return pa.RecordBatch.from_pylist([values], schema=schema)
 
 
 # --- schemas in Spark's DDL as Arrow schemas --------------------------------------------------------------------------

@@ -44,8 +44,8 @@ class Conditions:
     def of(cls, options: SourceOptions) -> Conditions:
         """Return the conditions of the options `ledger`, else `ledgerScopeId`."""
         conditions = cls()
-        if options.text("ledger") is not None:
-            conditions.ledgers = frozenset(options.ledgers())
+        if named := options.ledgers():
+            conditions.ledgers = frozenset(named)
         elif (scope_id := options.scope_id()) is not None:
             conditions.values["ledgerScopeId"] = frozenset((scope_id,))
         return conditions
@@ -76,7 +76,8 @@ class Conditions:
             if not values or None in values:
                 left.append(each)
             elif isinstance(each, ds.EqualTo | ds.EqualNullSafe | ds.In):
-                self._among(name, values)
+                allowed = frozenset(values)
+                self.values[name] = allowed & self.values.get(name, allowed)
             elif name in integers and isinstance(each, ds.GreaterThan | ds.GreaterThanOrEqual):
                 low = values[0] + isinstance(each, ds.GreaterThan)
                 self.first[name] = max(low, self.first.get(name, low))
@@ -86,10 +87,6 @@ class Conditions:
             else:
                 left.append(each)
         return left
-
-    def _among(self, name: str, values: Iterable[Any]) -> None:
-        allowed = frozenset(values)
-        self.values[name] = allowed & self.values.get(name, allowed)
 
     def accepts(self, name: str, value: Any) -> bool:
         """Return whether `value` meets the conditions on the column `name`; None meets no condition."""
@@ -114,15 +111,11 @@ class Conditions:
         given = {*self.values, *self.first, *self.last}
         return self.ledgers is not None or not given.isdisjoint(LEDGER_COLUMNS)
 
-    def scope_ids(self) -> frozenset[int] | None:
-        """Return the scopes that meet the conditions on scope ids; None: all."""
-        return self._ids_of("ledgerScopeId")
-
     def wanted_ledgers(self) -> list[LedgerId] | None:
         """The ledgers that rows may be of, in order, where they can be counted; None where they cannot."""
         named = self._named()
         if named is None:
-            scopes, ids = self.scope_ids(), self._ids_of("ledgerId")
+            scopes, ids = self.ids_of("ledgerScopeId"), self.ids_of("ledgerId")
             if scopes is None or ids is None:
                 return None
             named = frozenset(LedgerId(scope_id, ledger_id) for scope_id in scopes for ledger_id in ids)
@@ -144,16 +137,7 @@ class Conditions:
             return None
         wanted = self.wanted_ledgers()
         if wanted is not None:
-            mask = np.zeros(len(ledger_ids), np.bool_)
-            by_scope: dict[int, list[int]] = {}
-            for ledger in wanted:
-                by_scope.setdefault(ledger.scope_id, []).append(ledger.ledger_id)
-            for scope_id, numbers in by_scope.items():
-                if scope_ids is None and scope_id:
-                    continue
-                of_scope = _isin(ledger_ids, numbers)
-                mask |= of_scope if scope_ids is None else of_scope & (scope_ids == np.uint64(scope_id))
-            return mask
+            return mask_of_ledgers(ids_by_scope(wanted), scope_ids, ledger_ids)
         masks = [self.mask("ledgerId", ledger_ids)]
         if scope_ids is None:
             masks.append(None if self.accepts("ledgerScopeId", 0) else np.zeros(len(ledger_ids), np.bool_))
@@ -177,7 +161,7 @@ class Conditions:
                 masks.append(numbers <= numbers.dtype.type(last))
         return all_of(masks)
 
-    def _ids_of(self, name: str) -> frozenset[int] | None:
+    def ids_of(self, name: str) -> frozenset[int] | None:
         """Return the ids that meet the conditions on the column `name`, where they can be counted; else None."""
         ids = self.values.get(name)
         if ids is None:
@@ -206,8 +190,30 @@ def all_of(masks: Iterable[npt.NDArray[np.bool_] | None]) -> npt.NDArray[np.bool
     return found
 
 
-def _isin(numbers: npt.NDArray[Any], wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
+def _isin(numbers: npt.NDArray[Any], wanted: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     if len(wanted) == 1:
         equal: npt.NDArray[np.bool_] = numbers == numbers.dtype.type(wanted[0])
         return equal
     return np.isin(numbers, np.array(wanted, numbers.dtype))
+
+
+def ids_by_scope(ledgers: Iterable[LedgerId]) -> dict[int, npt.NDArray[np.uint64]]:
+    """Return the ledger ids of each scope."""
+    found: dict[int, list[int]] = {}
+    for ledger in ledgers:
+        found.setdefault(ledger.scope_id, []).append(ledger.ledger_id)
+    return {scope_id: np.array(ids, np.uint64) for scope_id, ids in found.items()}
+
+
+def mask_of_ledgers(
+    ids_by_scope: dict[int, npt.NDArray[np.uint64]],
+    scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.bool_]:  # fmt: skip
+    """Return which rows belong to the ledgers of `ids_by_scope` (`scope_ids` None: all rows are of scope 0)."""
+    if scope_ids is None:
+        return _isin(ledger_ids, ids_by_scope.get(0, ledger_ids[:0]))
+    mask = np.zeros(len(ledger_ids), np.bool_)
+    for scope_id in ids_by_scope if len(ids_by_scope) == 1 else np.unique(scope_ids).tolist():
+        if scope_id in ids_by_scope:
+            mask |= (scope_ids == np.uint64(scope_id)) & _isin(ledger_ids, ids_by_scope[scope_id])
+    return mask

@@ -11,29 +11,51 @@ as it is when its task starts, since a running bookie changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
-from bkctl.files.index import LedgerIndexReader
+from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.spark.sources.columns import damage_row, where_and_why
-from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
-from bkctl.spark.sources.index_rows import DatabaseReader, IndexedEntries, entry_rows, ledger_row, ledger_rows
+from bkctl.files.windows import FileReader
+from bkctl.formats.entry import read_lac_header
+from bkctl.formats.index import (
+    HEADER_SIZE,
+    SLOT_SIZE,
+    IndexHeader,
+    LedgerData,
+    ledger_of_index_path,
+    location_key,
+    read_location,
+    read_location_key,
+)  # fmt: skip
+from bkctl.formats.names import ROCKSDB_NAMES
+from bkctl.ids import LedgerId
+from bkctl.repair.conversion import DATABASE_NAMES
+from bkctl.spark.sources.columns import LedgerColumns, damage_row, ledger_values, table_of, where_and_why
+from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of, ids_by_scope, mask_of_ledgers
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.places import unseen
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, PathReader, PathSource
+from bkctl.spark.sources.places import bookie_id_at, local_paths, unseen
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
+from bkctl.spark.sources.record_rows import BATCH_ROWS
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
+#: Index files of one partition at most.
+_FILES_MAX: Final = 1000
 #: 2 million slots of index files.
 PARTITION_SIZE_BYTES: Final = 16 << 20
 #: Entries of small index files in one batch.
@@ -57,7 +79,345 @@ _COLUMNS: Final = {
 }  # fmt: skip
 
 
-class IndexReader(PathReader):
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+class Slots(NamedTuple):
+    """The slots `first` to `end` (excluded) of an index file that had `size_bytes` when the plan was made."""
+
+    path: str
+    ledger: LedgerId
+    bookie_id: str | None
+    first: int
+    end: int
+    size_bytes: int
+
+
+@dataclass
+class IndexFiles(InputPartition):
+    """Some index files, or a part of one."""
+
+    slots: list[Slots]
+
+
+@dataclass
+class DatabaseRange(InputPartition):
+    """The locations with keys from `first` (None: the lowest) to `end` (excluded; None: all) in a pair of databases."""
+
+    directory: str
+    scoped: bool
+    bookie_id: str | None
+    first: bytes | None = None
+    end: bytes | None = None
+
+    def path(self, name: str) -> Path:
+        """Return the path of the database `ledgers` or `locations`."""
+        return Path(self.directory) / (f"scoped-{name}" if self.scoped else name)
+
+
+def group_files(
+    parts: Iterable[Slots | DatabaseRange], size_bytes: int
+) -> list[InputPartition]:  # fmt: skip
+    """Return `parts` as partitions: files in groups of at most `size_bytes`, behind all others."""
+    found: list[InputPartition] = []
+    group: list[Slots] = []
+    group_size = 0
+    for part in parts:
+        if not isinstance(part, Slots):
+            found.append(part)
+            continue
+        size = HEADER_SIZE + (part.end - part.first) * SLOT_SIZE
+        if group and (group_size + size > size_bytes or len(group) >= _FILES_MAX):
+            found.append(IndexFiles(group))
+            group, group_size = [], 0
+        group.append(part)
+        group_size += size
+    return [*found, IndexFiles(group)] if group else found
+
+
+class IndexPlanner:
+    """Finds the index files and databases at paths, and cuts them into parts of at most `size_bytes`.
+
+    Without `cuts_files` each index file is one part, whatever its size.
+    """
+
+    def __init__(self, conditions: Conditions, size_bytes: int, *, cuts_files: bool) -> None:
+        self._conditions, self._size_bytes, self._cuts_files = conditions, size_bytes, cuts_files
+        self._planned: set[Path] = set()
+        self._bookie_id_at = cache(bookie_id_at)
+
+    def parts(self, paths: Iterable[str]) -> Iterator[Slots | DatabaseRange]:
+        """Yield the parts at files, directories and patterns, each file and database once."""
+        for text in paths:
+            for path, exact in local_paths(text):
+                if path.is_dir():
+                    yield from self._directory(path)
+                elif exact or path.name.endswith((".idx", f".idx{RELOCATION_SUFFIX}")):
+                    yield from self._named_file(path)
+
+    def _directory(self, path: Path) -> Iterator[Slots | DatabaseRange]:
+        if path.name in ROCKSDB_NAMES and (path / "CURRENT").is_file():
+            yield from self._database(path.parent, path.name.startswith("scoped-"))
+            return
+        directories = BookieDirectories.at(path).of_a_bookie()
+        with BookieIndexes(directories) as indexes:
+            for file in indexes.files():
+                assert isinstance(file.id, LedgerId)
+                yield from self._file(file.path, file.id, file.size)
+        for file in directories.rocksdbs():
+            if file.path.name in DATABASE_NAMES:
+                yield from self._database(file.path.parent, file.scoped)
+
+    def _named_file(self, path: Path) -> Iterator[Slots]:
+        with FileReader(path) as reader:
+            size = reader.size()
+        ledger = ledger_of_index_path(str(path.absolute()).removesuffix(RELOCATION_SUFFIX))
+        if ledger is None:
+            raise UsageError(
+                f"{path} does not name its ledger", hint="the path of an index file contains its ledger's id"
+            )
+        yield from self._file(path, ledger, size)
+
+    def _file(self, path: Path, ledger: LedgerId, size: int) -> Iterator[Slots]:
+        """Yield the parts of one file; only a file of more than one part is opened, and no slot is read."""
+        if self._is_planned(path):
+            return
+        bookie_id = next((found for home in list(path.parents)[2:5] if (found := self._bookie_id_at(home))), None)
+        if not (self._conditions.accepts_ledger(ledger) and self._accepts(path, bookie_id)):
+            return
+        count = max(0, size - HEADER_SIZE) // SLOT_SIZE
+        if not self._cuts_files or size - HEADER_SIZE <= self._size_bytes:
+            yield Slots(str(path), ledger, bookie_id, 0, count, size)
+            return
+        starts: list[int] = []
+        # The task that reads the file reports its damage.
+        with suppress(BkctlError), LedgerIndexReader.open(path) as reader:
+            starts = list(_part_starts(reader.data(HEADER_SIZE), max(1, self._size_bytes // SLOT_SIZE)))
+        for first, end in pairwise([0, *starts, count]):
+            yield Slots(str(path), ledger, bookie_id, first, end, size)
+
+    def _database(self, directory: Path, scoped: bool) -> Iterator[DatabaseRange]:
+        bookie_id = self._bookie_id_at(directory)
+        locations = DatabaseRange(str(directory), scoped, bookie_id).path("locations")
+        if self._is_planned(locations) or not self._accepts(locations, bookie_id):
+            return
+        borders: list[bytes] = []
+        if not self._conditions.about_ledgers:
+            # The task that reads the database reports its damage.
+            with suppress(BkctlError), LocationsDatabase.open(locations, scoped=scoped) as database:
+                borders = list(self._key_borders(database.tables(), ledger_size=16 if scoped else 8))
+        for first, end in pairwise([None, *borders, None]):
+            yield DatabaseRange(str(directory), scoped, bookie_id, first, end)
+
+    def _key_borders(self, tables: Iterable[tuple[bytes, int]], ledger_size: int) -> Iterator[bytes]:
+        """Yield keys between parts of about `size_bytes`, from the first keys of tables; of ledgers if none is cut."""
+        count, last = 0, b""
+        for key, item_count in tables:
+            border = key if self._cuts_files else key[:ledger_size]
+            if count * SLOT_SIZE >= self._size_bytes and border > last:
+                yield border
+                count, last = 0, border
+            count += item_count
+
+    def _is_planned(self, path: Path) -> bool:
+        resolved = path.resolve()
+        if resolved in self._planned:
+            return True
+        self._planned.add(resolved)
+        return False
+
+    def _accepts(self, path: Path, bookie_id: str | None) -> bool:
+        return self._conditions.accepts("file", str(path)) and self._conditions.accepts("bookieId", bookie_id)
+
+
+def _part_starts(extents: Iterable[tuple[int, int]], step: int) -> Iterator[int]:
+    """Yield the first slots of all parts but the first: each has `step` slots outside of the file's holes, or fewer."""
+    filled = 0
+    for begin, end in extents:
+        slot, slot_end = (begin - HEADER_SIZE) // SLOT_SIZE, -(-(end - HEADER_SIZE) // SLOT_SIZE)
+        while slot < slot_end:
+            if filled == step:
+                yield slot
+                filled = 0
+            taken = min(step - filled, slot_end - slot)
+            slot, filled = slot + taken, filled + taken
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class IndexedEntries(NamedTuple):
+    """Columns of entries in an index: scope ids, ledger ids, entry ids and locations of one length."""
+
+    scope_ids: npt.NDArray[np.uint64]
+    ledger_ids: npt.NDArray[np.uint64]
+    entry_ids: npt.NDArray[np.int64]
+    locations: npt.NDArray[np.int64]
+
+    @classmethod
+    def of_page(cls, ledger: LedgerId, first: int, page: array[int]) -> IndexedEntries:
+        """Return the entries of a page of an index file, whose first slot is of entry `first`."""
+        locations = np.frombuffer(page, np.int64)
+        filled = np.flatnonzero(locations)
+        scope_ids, ledger_ids = (np.full(len(filled), number, np.uint64) for number in ledger)
+        return cls(scope_ids, ledger_ids, filled + first, locations[filled])
+
+    @classmethod
+    def joined(cls, parts: Iterable[IndexedEntries]) -> IndexedEntries:
+        """Return the entries of all `parts`, of which there must be one."""
+        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def select(self, mask: npt.NDArray[np.bool_]) -> IndexedEntries:
+        """Return the entries where `mask` is true."""
+        scope_ids, ledger_ids, entry_ids, locations = self
+        return IndexedEntries(scope_ids[mask], ledger_ids[mask], entry_ids[mask], locations[mask])
+
+
+def entry_rows(
+    schema: pa.Schema,
+    entries: IndexedEntries,
+    conditions: Conditions,
+    constants: Mapping[str, Any],
+    files: npt.NDArray[np.int64] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of the entries that meet the `conditions`, if any.
+
+    `constants` are columns of the whole file; with `files`, the number of each entry's file, lists of a value a file.
+    """
+    log_ids = entries.locations >> 32 & 0xFFFFFFFF
+    wanted = all_of((conditions.mask("entryId", entries.entry_ids), conditions.mask("logId", log_ids)))
+    if wanted is not None:
+        entries, log_ids = entries.select(wanted), log_ids[wanted]
+        files = None if files is None else files[wanted]
+    count = len(entries.entry_ids)
+    if not count:
+        return
+    numbers = {
+        "entryId": entries.entry_ids,
+        "logId": log_ids,
+        "offset": (entries.locations & 0xFFFFFFFF) - 4,
+        "location": entries.locations,
+    }
+    columns = LedgerColumns(entries.scope_ids, entries.ledger_ids).columns(schema)
+    columns |= {name: pa.array(np.ascontiguousarray(column)) for name, column in numbers.items()}
+    if "logIdHex" in schema.names:
+        logs = columns["logId"].dictionary_encode()
+        columns["logIdHex"] = pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices)
+    if files is not None:
+        of_files = [field for field in schema if field.name in constants]
+        columns |= {each.name: pa.array(constants[each.name], each.type).take(pa.array(files)) for each in of_files}
+    yield from table_of(schema, columns, count, constants).to_batches()
+
+
+def ledger_row(
+    ledger: LedgerId, header: IndexHeader | LedgerData, entry_count: int, last_entry_id: int
+) -> dict[str, Any]:
+    """Return the columns of one ledger in an index."""
+    lac = header.explicit_lac
+    return {
+        **ledger_values(ledger),
+        "fenced": header.fenced,
+        "explicitLac": None if lac is None else read_lac_header(lac).last_add_confirmed,
+        "entryCount": entry_count,
+        "lastEntryId": last_entry_id,
+        "masterKey": header.master_key,
+    }
+
+
+# --- the databases of DbLedgerStorage ---------------------------------------------------------------------------------
+
+
+class DatabaseReader:
+    """Reads the accepted ledgers of a range from its databases, which are open as long as the caller keeps them so.
+
+    Entries of ledgers that the database of ledgers lacks wait for garbage collection, and are left out.
+    """
+
+    def __init__(
+        self, part: DatabaseRange, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
+    ) -> None:
+        self._part, self._ledgers, self._locations, self._conditions = part, ledgers, locations, conditions
+        self._ids = [ledger for ledger in _ledgers_of(part, ledgers) if conditions.accepts_ledger(ledger)]
+
+    def entries(self) -> Iterator[IndexedEntries]:
+        """Yield the entries of the range, batch by batch; entry ids outside the conditions may be among them."""
+        part = self._part
+        if self._conditions.about_ledgers:
+            first, last = self._conditions.entry_range()
+            if first > last:
+                return
+            for ledger in self._ids:
+                begin, end = location_key(ledger, first), location_key(ledger, last) + b"\0"
+                for items in self._locations.batches(begin, end, count=BATCH_ROWS):
+                    yield _entries_of(items, part)
+            return
+        wanted = ids_by_scope(self._ids)
+        for items in self._locations.batches(part.first or b"", part.end, count=BATCH_ROWS):
+            entries = _entries_of(items, part)
+            mask = mask_of_ledgers(wanted, entries.scope_ids, entries.ledger_ids)
+            yield entries if mask.all() else entries.select(mask)
+
+    def ledgers(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of the ledgers of the range, batch by batch."""
+        rows: list[dict[str, Any]] = []
+        for ledger in self._ids:
+            data = self._ledgers.get(ledger)
+            if data is None:
+                continue
+            count = sum(len(items) for items in self._locations.batches_of(ledger))
+            last = self._locations.last_entry_id(ledger)
+            rows.append(ledger_row(ledger, data, count, last))
+            if len(rows) >= BATCH_ROWS:
+                yield rows
+                rows = []
+        if rows:
+            yield rows
+
+
+def _ledgers_of(part: DatabaseRange, ledgers: LedgersDatabase) -> Iterator[LedgerId]:
+    """Yield the ledgers of a range; one that a border cuts belongs to the ranges at both sides."""
+    size = 16 if part.scoped else 8
+
+    def ledger_at(key: bytes | None) -> LedgerId | None:
+        return None if key is None else LedgerId.from_value(int.from_bytes(key[:size].ljust(size, b"\0"), "big"))
+
+    first, end = ledger_at(part.first), ledger_at(part.end)
+    is_cut = part.end is not None and len(part.end) > size
+    for ledger in ledgers.ledger_ids(first if first is not None and first.is_scoped == part.scoped else None):
+        if end is not None and (ledger > end or (ledger == end and not is_cut)):
+            return
+        yield ledger
+
+
+def _entries_of(items: Sequence[tuple[bytes, bytes]], part: DatabaseRange) -> IndexedEntries:
+    """Return items of a database of locations as columns. Raises Corrupt for a key or value that is not valid."""
+    keys, values = zip(*items, strict=True)
+    width = 24 if part.scoped else 16
+    if set(map(len, keys)) != {width} or set(map(len, values)) != {SLOT_SIZE}:
+        _raise_invalid(items, part)
+    table = np.frombuffer(b"".join(keys), ">u8").reshape(len(keys), -1).astype(np.uint64)
+    entry_ids = np.ascontiguousarray(table[:, -1]).view(np.int64)
+    if int(entry_ids.min()) < 0:
+        _raise_invalid(items, part)
+    locations = np.frombuffer(b"".join(values), ">i8").astype(np.int64)
+    ledger_ids = np.ascontiguousarray(table[:, -2])
+    scope_ids = np.ascontiguousarray(table[:, 0]) if part.scoped else np.zeros(len(keys), np.uint64)
+    return IndexedEntries(scope_ids, ledger_ids, entry_ids, locations)
+
+
+def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: DatabaseRange) -> None:
+    """Raise Corrupt for the first key or value that does not belong into a database of locations."""
+    name = str(part.path("locations"))
+    for key, value in items:
+        read_location_key(key, name, scoped=part.scoped)
+        read_location(value, name)
+    raise Corrupt(f"{name}: a key or a value is of another size")
+
+
+# --- the source -------------------------------------------------------------------------------------------------------
+
+
+class IndexReader(QueryReader):
     """Plans and reads indexes."""
 
     source = "bookkeeper.index"
@@ -66,6 +426,7 @@ class IndexReader(PathReader):
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
+        self._paths = options.paths()
         self._rows = options.choice("rows", IndexRowKind.ENTRIES)
         self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
         self.integers = ("entryId", "logId") if self._rows is IndexRowKind.ENTRIES else ()
@@ -78,11 +439,10 @@ class IndexReader(PathReader):
     def partitions(self) -> list[InputPartition]:
         """Return files in groups, large files in parts, and databases by their ledgers.
 
-        Raises NotFound for a path that matches nothing and for a directory without files of a bookie; in mode failfast
-        the error of a damaged database.
+        Raises NotFound for a path that matches nothing and for a directory without files of a bookie.
         """
         cuts_files = self._rows is IndexRowKind.ENTRIES
-        planner = IndexPlanner(self._conditions, self._mode, self._size_bytes, cuts_files=cuts_files)
+        planner = IndexPlanner(self._conditions, self._size_bytes, cuts_files=cuts_files)
         return group_files(planner.parts(self._paths), self._size_bytes)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -98,9 +458,6 @@ class IndexReader(PathReader):
         elif isinstance(partition, DatabaseRange):
             path = str(partition.path("locations"))
             yield from self._permitting(path, partition.bookie_id, self._read_databases(partition))
-        elif isinstance(partition, DamagedIndex):
-            bookie_id = partition.bookie_id
-            yield damage_row(self._schema, partition.path, None, partition.reason, bookieId=bookie_id)
 
     def _permitting(
         self, path: str, bookie_id: str | None, rows: Iterator[pa.RecordBatch]
@@ -122,28 +479,21 @@ class IndexReader(PathReader):
             current = Path(slots.path).parents[3 if slots.ledger.is_scoped else 2]
             raise unseen(slots.path, current) from error
         with reader:
+            first, last = self._conditions.entry_range()
             if self._rows is IndexRowKind.LEDGERS:
                 count = sum(len(page) - page.count(0) for _, page in reader.pages())
                 row = ledger_row(slots.ledger, reader.header, count, reader.last_entry_id)
-                yield ledger_rows(self._schema, [row], constants)
+                yield pa.RecordBatch.from_pylist([{**constants, **row}], schema=self._schema)
             else:
-                yield from self._slot_rows(slots, reader, gathered)
+                for entry_id, page in reader.pages(max(first, slots.first), min(last + 1, slots.end)):
+                    gathered.add(slots, IndexedEntries.of_page(slots.ledger, entry_id, page))
+                    if gathered.count >= _ROWS_GATHERED:
+                        yield from self._rows_of(gathered)
             if reader.size() < slots.size_bytes:
                 raise Conflict(
                     f"{slots.path} was {slots.size_bytes} bytes long when the plan was made, now it has "
                     f"{reader.size()}", hint="run again",
                 )  # fmt: skip
-
-    def _slot_rows(
-        self, slots: Slots, reader: LedgerIndexReader, gathered: _GatheredFiles
-    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
-        first, last = self._conditions.entry_range()
-        for entry_id, page in reader.pages(max(first, slots.first), min(last + 1, slots.end)):
-            locations = np.frombuffer(page, np.int64)
-            filled = np.flatnonzero(locations)
-            gathered.add(slots, filled + entry_id, locations[filled])
-            if gathered.count >= _ROWS_GATHERED:
-                yield from self._rows_of(gathered)
 
     def _rows_of(self, gathered: _GatheredFiles) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the gathered entries, and forget them."""
@@ -164,13 +514,13 @@ class IndexReader(PathReader):
             reader = DatabaseReader(part, ledgers, locations, self._conditions)
             if self._rows is IndexRowKind.LEDGERS:
                 for rows in reader.ledgers():
-                    yield ledger_rows(schema, rows, constants)
+                    yield pa.RecordBatch.from_pylist([{**constants, **row} for row in rows], schema=schema)
             else:
                 for entries in reader.entries():
                     yield from entry_rows(schema, entries, self._conditions, constants)
 
 
-class IndexSource(PathSource):
+class IndexSource(TableSource):
     """The data source; see the module."""
 
     reads = IndexReader
@@ -181,25 +531,20 @@ class _GatheredFiles:
 
     def __init__(self) -> None:
         self.count = 0
-        self._parts: list[tuple[Slots, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        self._parts: list[tuple[Slots, IndexedEntries]] = []
 
-    def add(self, slots: Slots, entry_ids: npt.NDArray[np.int64], locations: npt.NDArray[np.int64]) -> None:
-        if len(entry_ids):
-            self._parts.append((slots, entry_ids, locations))
-            self.count += len(entry_ids)
+    def add(self, slots: Slots, entries: IndexedEntries) -> None:
+        if len(entries.entry_ids):
+            self._parts.append((slots, entries))
+            self.count += len(entries.entry_ids)
 
     def take(self) -> tuple[IndexedEntries, npt.NDArray[np.int64], dict[str, list[Any]]]:
         """Return the entries, the number of the part of each, and columns of the parts; there must be entries."""
         parts, self._parts, self.count = self._parts, [], 0
-        files = np.repeat(np.arange(len(parts)), [len(entry_ids) for _, entry_ids, _ in parts])
-        ids = np.array([slots.ledger for slots, _, _ in parts], np.uint64)[files]
-        entry_ids, locations = (np.concatenate([part[at] for part in parts]) for at in (1, 2))
-        return (
-            IndexedEntries(ids[:, 0], ids[:, 1], entry_ids, locations),
-            files,
-            {
-                "file": [slots.path for slots, _, _ in parts],
-                "scoped": [slots.ledger.is_scoped for slots, _, _ in parts],
-                "bookieId": [slots.bookie_id for slots, _, _ in parts],
-            },
-        )
+        files = np.repeat(np.arange(len(parts)), [len(entries.entry_ids) for _, entries in parts])
+        constants: dict[str, list[Any]] = {
+            "file": [slots.path for slots, _ in parts],
+            "scoped": [slots.ledger.is_scoped for slots, _ in parts],
+            "bookieId": [slots.bookie_id for slots, _ in parts],
+        }
+        return IndexedEntries.joined(entries for _, entries in parts), files, constants

@@ -30,7 +30,6 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.spark.sources.cluster_options import Client
 from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
-from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -59,10 +58,9 @@ class LedgerWriter(DataSourceArrowWriter):
     """
 
     def __init__(
-        self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType, overwrite: bool,
-        *, batch: int | None = None,
-    ) -> None:  # fmt: skip
-        self._options, self._settings = options, settings
+        self, settings: LedgerQuerySettings, schema: StructType, overwrite: bool, *, batch: int | None = None
+    ) -> None:
+        self._settings, options = settings, settings.options
         job = uuid.uuid4()
         high, low = LedgerId.from_value(job.int)
         self._scope_id = high if settings.scope_id is None else settings.scope_id
@@ -118,7 +116,7 @@ class LedgerWriter(DataSourceArrowWriter):
         return {
             **self._shape,
             "digest_type": self._digest_type,
-            "password": self._options.secret("ledgerPassword") or b"",
+            "password": self._settings.options.secret("ledgerPassword") or b"",
             "custom_metadata": {**self._settings.custom_metadata, JOB_KEY: mark.encode()},
         }
 

@@ -5,37 +5,20 @@ spark.read.format("bookkeeper.ledger").options(metadataUri="zk://host:2181/ledge
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-from pyspark.sql.datasource import DataSource
+from typing import TYPE_CHECKING
 
 from bkctl.errors import UsageError
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS
-from bkctl.spark.sources.columns import source_schema
 from bkctl.spark.sources.ledger_sink import LedgerWriter
 from bkctl.spark.sources.ledger_stream import LedgerStreamReader
 from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter
-from bkctl.spark.sources.ledgers import COLUMNS, NAME, LedgerQuerySettings, LedgerReader
-from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QUERY_OPTIONS
+from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings, LedgerReader
+from bkctl.spark.sources.readers import TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-_OPTIONS: Final = (
-    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersFile", "customMetadata",
-    "entriesPerPartition", "maxPartitionBytes", "failOnDataLoss",
-    # of the stream
-    "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger",
-    # of the sink
-    "names", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType", "ledgerPasswordFile",
-    "ledgerPasswordEnv",
-    # Spark's own, which a sink of a stream gets as well
-    "checkpointLocation", "queryName",
-)  # fmt: skip
 
-
-class LedgerSource(DataSource):
+class LedgerSource(TableSource):
     """The data source; LedgerStreamReader, LedgerWriter and LedgerStreamWriter have the options of stream and sinks.
 
     Options of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver,
@@ -44,32 +27,21 @@ class LedgerSource(DataSource):
     that is deleted before it was read to its end fails the query; false: it is skipped from there on).
     """
 
+    reads = LedgerReader
+
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
-        self._checked = SourceOptions(NAME, options, _OPTIONS)
         if self._checked.text("path") is not None or self._checked.text("paths") is not None:
             raise UsageError(f"{NAME} takes no path", hint="name the cluster by metadataUri")
         self._settings = LedgerQuerySettings(self._checked)
 
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `spark.read.format`."""
-        return NAME
-
-    def schema(self) -> str:
-        """Return the columns that the options ask for, and `damage` in mode permissive."""
-        return source_schema(self._checked, COLUMNS)
-
-    def reader(self, schema: StructType) -> LedgerReader:
-        return LedgerReader(self._settings, schema)
-
     def streamReader(self, schema: StructType) -> LedgerStreamReader:
-        return LedgerStreamReader(self._checked, self._settings, schema)
+        return LedgerStreamReader(self._settings, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> LedgerWriter:
         """Return the sink of one write; `overwrite` may replace the file that `names` names, never a ledger."""
-        return LedgerWriter(self._checked, self._settings, schema, overwrite)
+        return LedgerWriter(self._settings, schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> LedgerStreamWriter:
         """Return the sink of a stream, for the output modes append and update."""
-        return LedgerStreamWriter(self._checked, self._settings, schema, overwrite)
+        return LedgerStreamWriter(self._settings, schema, overwrite)

@@ -28,6 +28,7 @@ from pyspark.sql.streaming.datasource import (
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.cluster_options import Client
+from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.ledgers import (
     NAME,
     EntryRange,
@@ -62,20 +63,17 @@ class Offset(NamedTuple):
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Offset:
         """Return the offset that Spark saved. Raises UsageError if `value` is not an offset."""
-        parts = []
-        for key in ("open", "closed"):
-            part = value.get(key, {})
-            if not isinstance(part, dict) or not all(_is_position(*item) for item in part.items()):
-                raise UsageError(f"{NAME}: not an offset: {json.dumps(value)[:200]}")
-            parts.append(part)
+        positions = [value.get(key, {}) for key in ("open", "closed")]
         runs = value.get("finished", [])
-        is_valid = isinstance(runs, list) and all(
-            isinstance(run, list) and len(run) == 2 and all(isinstance(name, str) and _is_name(name) for name in run)
-            for run in runs
+        is_valid = (
+            not value.keys() - {"open", "closed", "finished"}
+            and all(isinstance(part, dict) and all(map(_is_position, part, part.values())) for part in positions)
+            and isinstance(runs, list)
+            and all(isinstance(run, list) and len(run) == 2 and all(map(_is_name, run)) for run in runs)
         )
-        if not is_valid or value.keys() - {"open", "closed", "finished"}:
+        if not is_valid:
             raise UsageError(f"{NAME}: not an offset: {json.dumps(value)[:200]}")
-        return cls(parts[0], parts[1], tuple((first, last) for first, last in runs))
+        return cls(positions[0], positions[1], tuple((first, last) for first, last in runs))
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that Spark saves."""
@@ -95,12 +93,12 @@ class Offset(NamedTuple):
         return {**self.open, **self.closed}
 
 
-def _is_position(name: str, entry_id: object) -> bool:
+def _is_position(name: object, entry_id: object) -> bool:
     return _is_name(name) and type(entry_id) is int and 0 <= entry_id <= 1 << 63
 
 
-def _is_name(name: str) -> bool:
-    return len(name) == 32 and not name.strip("0123456789abcdef")
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and len(name) == 32 and not name.strip("0123456789abcdef")
 
 
 def latest_offsets(options: Mapping[str, str]) -> str:
@@ -147,7 +145,7 @@ class _Look:
         self._listed = []
 
         def asked() -> Iterator[LedgerId]:
-            for ledger in self._settings.listed(client, self._settings.conditions()):
+            for ledger in self._settings.listed(client, Conditions.of(self._settings.options)):
                 self._listed.append(ledger)
                 if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
                     yield ledger
@@ -169,8 +167,8 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     `maxEntriesPerTrigger` and `maxBytesPerTrigger` (about).
     """
 
-    def __init__(self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType) -> None:
-        self._settings = settings
+    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
+        self._settings, options = settings, settings.options
         self._entries = EntryReader(settings, schema)
         self._entries_max = options.integer("maxEntriesPerTrigger", 0, 1) or None
         given = options.text("maxBytesPerTrigger")

@@ -55,20 +55,18 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
     Options: as LedgerWriter has, without `names`; `ledgerScopeId` (not 0) is needed.
     """
 
-    def __init__(
-        self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType, overwrite: bool
-    ) -> None:
+    def __init__(self, settings: LedgerQuerySettings, schema: StructType, overwrite: bool) -> None:
         if overwrite:
             raise UsageError(f"{NAME} has no output mode complete", hint="use append or update")
         if not settings.scope_id:
             raise UsageError(
                 f"{NAME}: a stream needs a ledger scope of its own", hint="set ledgerScopeId to a scope other than 0"
             )
-        if options.text("names") is not None:
+        if settings.options.text("names") is not None:
             raise UsageError(
                 f"{NAME}: a stream has no option names", hint="ledger_stream_sink.committed_ledgers lists its ledgers"
             )
-        self._options, self._settings, self._schema = options, settings, schema
+        self._settings, self._schema = settings, schema
         self._scope_id = settings.scope_id
         self._writer(0)  # Checks the options.
 
@@ -109,7 +107,7 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
     def _writer(self, batch: int) -> LedgerWriter:
         if batch > BATCH_ID_MAX:
             raise UsageError(f"{NAME}: batch {batch} is above {BATCH_ID_MAX}", hint="use a new scope and checkpoint")
-        return LedgerWriter(self._options, self._settings, self._schema, False, batch=batch)
+        return LedgerWriter(self._settings, self._schema, False, batch=batch)
 
     def _recorded(self, client: Client, batch: int, queries: set[str]) -> list[LedgerId] | None:
         """Return the ledgers that the record of `batch` names; None without a complete one. Deletes any other one."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,11 +25,11 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import attempt
-from bkctl.spark.sources.cluster_options import Client, ClusterOptions
-from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, constant, damage_row, ledger_values
+from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
+from bkctl.spark.sources.columns import arrow_schema_of, constant, damage_row, ledger_values, table_of
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QueryReader
+from bkctl.spark.sources.readers import QUERY_OPTIONS, QueryReader
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -36,8 +37,21 @@ if TYPE_CHECKING:
 
 NAME: Final = "bookkeeper.ledger"
 COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "lastAddConfirmed", "length", "size", "formatVersion", "payload")
+OPTIONS: Final = (
+    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersFile", "customMetadata",
+    "entriesPerPartition", "maxPartitionBytes", "failOnDataLoss",
+    # of the stream
+    "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger",
+    # of the sink
+    "names", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType", "ledgerPasswordFile",
+    "ledgerPasswordEnv",
+    # Spark's own, which a sink of a stream gets as well
+    "checkpointLocation", "queryName",
+)  # fmt: skip
 PARTITION_SIZE_BYTES_DEFAULT: Final = 64 << 20
 PARTITION_ENTRIES_DEFAULT: Final = 100_000
+#: Column of each field of a LedgerEntry.
+_ENTRY_COLUMNS: Final = ("entryId", "lastAddConfirmed", "length", "payload", "formatVersion")
 #: Rows and bytes of one batch for Spark, about.
 BATCH_ROWS: Final = 8192
 BATCH_SIZE_BYTES: Final = 8 << 20
@@ -67,10 +81,7 @@ class LedgerQuerySettings:
     """The cluster, ledgers and limits of a query, as plain values for driver and tasks."""
 
     def __init__(self, options: SourceOptions) -> None:
-        self.cluster = ClusterOptions(options)
-        self.mode = options.mode()
-        self.pushdown = options.flag("pushdown")
-        self.named = options.ledgers()
+        self.options, self.cluster, self.mode = options, ClusterOptions(options), options.mode()
         self._file = options.text("ledgersFile")
         self.fail_on_data_loss = options.flag("failOnDataLoss", True)
         self.scope_id = options.scope_id()
@@ -79,17 +90,10 @@ class LedgerQuerySettings:
         self.entries_per_partition = options.integer("entriesPerPartition", PARTITION_ENTRIES_DEFAULT, 1)
         self.partition_size = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES_DEFAULT)
 
-    def conditions(self) -> Conditions:
-        """Return the conditions of the options alone."""
-        conditions = Conditions(ledgers=frozenset(self.named) if self.named else None)
-        if self.scope_id is not None:
-            conditions.values["ledgerScopeId"] = frozenset([self.scope_id])
-        return conditions
-
     @property
     def are_needed(self) -> bool:
         """Return whether the ledgers of the query must exist: the options name them, and `failOnDataLoss` is true."""
-        return self.fail_on_data_loss and (bool(self.named) or self._file is not None)
+        return self.fail_on_data_loss and (self._file is not None or bool(self.options.ledgers()))
 
     def listed(self, client: Client, conditions: Conditions) -> Iterable[LedgerId]:
         """Return the ledgers that meet the conditions; named ones need not exist."""
@@ -100,7 +104,7 @@ class LedgerQuerySettings:
         wanted = conditions.wanted_ledgers()
         if wanted is not None:
             return wanted
-        scopes = conditions.scope_ids()
+        scopes = conditions.ids_of("ledgerScopeId")
         found = chain.from_iterable(
             client.cluster.ledgers.ledgers(scope_id) for scope_id in ([None] if scopes is None else sorted(scopes))
         )
@@ -177,13 +181,19 @@ def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) 
 class LedgerReader(QueryReader):
     """Plans and reads a table of entries; `partitions` and `read` need no Spark."""
 
+    source = NAME
+    options = OPTIONS
     integers = ("entryId",)
     never_null = COLUMNS
 
-    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
-        super().__init__(settings.conditions(), settings.mode, pushdown=settings.pushdown)
-        self._settings = settings
-        self._entries = EntryReader(settings, schema)
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._settings = LedgerQuerySettings(options)
+        self._entries = EntryReader(self._settings, schema)
+
+    @classmethod
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        return COLUMNS, ()
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of entries. Raises the errors of reading metadata and last adds confirmed."""
@@ -249,7 +259,8 @@ class EntryReader:
         if not partition.ranges:
             return
         with Client(self._cluster) as client:
-            batch = _Batch(self._schema)
+            held: list[tuple[LedgerId, LedgerEntry]] = []
+            room = BATCH_SIZE_BYTES
             ids = (LedgerId.from_value(part.ledger) for part in partition.ranges)
             for part, (ledger, found) in zip(partition.ranges, client.cluster.ledgers.read_many(ids), strict=True):
                 if isinstance(found, BkctlError):
@@ -258,11 +269,15 @@ class EntryReader:
                     self._mode.check(found)
                     yield self._damage(ledger, None, f"{found}; entries {part.first} to {part.last} are not here")
                     continue
-                access = client.bookkeeper.access(ledger, found)
-                next_id = part.first
+                access, next_id = client.bookkeeper.access(ledger, found), part.first
                 while next_id <= part.last:
-                    entries, error = client.run(_take(access, next_id, part.last, batch))
-                    batch.add(ledger, entries)
+                    metadata, count = access.metadata, BATCH_ROWS - len(held)
+                    if metadata.is_closed and metadata.length:
+                        # Request only the entries that are likely to fit.
+                        count = min(count, room * (metadata.last_entry_id + 1) // metadata.length + 1)
+                    entries, error = client.run(_take(access, next_id, min(part.last, next_id + count - 1), room))
+                    held += ((ledger, entry) for entry in entries)
+                    room -= sum(len(entry.payload) for entry in entries)
                     next_id += len(entries)
                     if error is not None:
                         if self._skip_deleted:
@@ -270,84 +285,50 @@ class EntryReader:
                             if isinstance(known, LedgerNotFound):
                                 break
                         self._mode.check(error)
-                        yield from batch.finish()
+                    if error is not None or len(held) >= BATCH_ROWS or room <= 0:
+                        yield from self._rows(held)
+                        room = BATCH_SIZE_BYTES
+                    if error is not None:
                         yield self._damage(ledger, next_id, str(error))
                         next_id += 1
-                    elif batch.is_full:
-                        yield from batch.finish()
-            yield from batch.finish()
+            yield from self._rows(held)
+
+    def _rows(self, held: list[tuple[LedgerId, LedgerEntry]]) -> Iterator[pa.RecordBatch]:
+        """Yield the entries, if there are any, as one batch, and forget them."""
+        if not held:
+            return
+        runs = [(ledger_values(ledger), len(list(run))) for ledger, run in groupby(held, itemgetter(0))]
+        values = dict(zip(_ENTRY_COLUMNS, zip(*(entry for _, entry in held), strict=True), strict=True))
+        values["size"] = tuple(map(len, values["payload"]))
+        columns = {name: pa.array(values[name]) for name in self._schema.names if name in values}
+        for field in self._schema:
+            if field.name in LEDGER_COLUMNS:
+                parts = [constant(ids[field.name], count, field.type) for ids, count in runs]
+                columns[field.name] = pa.concat_arrays(parts)
+        count = len(held)
+        held.clear()
+        yield from table_of(self._schema, columns, count).to_batches()
 
     def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
         return damage_row(self._schema, None, None, reason, **ledger_values(ledger), entryId=entry_id)
 
 
 async def _take(
-    access: LedgerAccess, first: int, last: int, batch: _Batch
-) -> tuple[list[LedgerEntry], BkctlError | None]:
-    """Return the entries from `first` on that `batch` has room for, in order, and the error that ended them, if any."""
-    count, size = batch.room(access)
+    access: LedgerAccess, first: int, last: int, size_max: int
+) -> tuple[list[LedgerEntry], BkctlError | None]:  # fmt: skip
+    """Return the entries from `first` on, in order, until they have `size_max` bytes, and the error that ended them."""
     taken: list[LedgerEntry] = []
-    reading: Any = read_entries(access, first, min(last, first + count - 1))
+    reading: Any = read_entries(access, first, last)
     try:
         async with aclosing(reading):
             async for entry in reading:
                 taken.append(entry)
-                size -= len(entry.payload)
-                if size <= 0:
+                size_max -= len(entry.payload)
+                if size_max <= 0:
                     break
     except BkctlError as error:
         return taken, error
     return taken, None
-
-
-class _Batch:
-    """Entries of one ledger after another, collected for one Arrow batch."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._entries: list[LedgerEntry] = []
-        self._runs: list[tuple[LedgerId, int]] = []
-        self._size = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether the batch has enough rows or bytes."""
-        return len(self._entries) >= BATCH_ROWS or self._size >= BATCH_SIZE_BYTES
-
-    def room(self, access: LedgerAccess) -> tuple[int, int]:
-        """Return the number of entries of this ledger, and of bytes, that may be added."""
-        metadata = access.metadata
-        size = BATCH_SIZE_BYTES - self._size
-        count = BATCH_ROWS - len(self._entries)
-        if metadata.is_closed and metadata.length:
-            # Request only the entries that are likely to fit.
-            count = min(count, size * (metadata.last_entry_id + 1) // metadata.length + 1)
-        return count, size
-
-    def add(self, ledger: LedgerId, entries: list[LedgerEntry]) -> None:
-        """Append entries of `ledger`."""
-        if entries:
-            self._runs.append((ledger, len(entries)))
-            self._entries += entries
-            self._size += sum(len(entry.payload) for entry in entries)
-
-    def finish(self) -> Iterator[pa.RecordBatch]:
-        """Yield the added entries, if any, as one batch, and empty this one."""
-        if self._entries:
-            arrays = [self._column(field.name, field.type) for field in self._schema]
-            self._entries, self._runs, self._size = [], [], 0
-            yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-
-    def _column(self, name: str, kind: pa.DataType) -> pa.Array:
-        if name == DAMAGE:
-            return pa.nulls(len(self._entries), kind)
-        if name in LEDGER_COLUMNS:
-            return pa.concat_arrays(
-                [constant(ledger_values(ledger)[name], count, kind) for ledger, count in self._runs]
-            )
-        at = ("entryId", "lastAddConfirmed", "length", "payload", "formatVersion").index(name) if name != "size" else -1
-        values = [len(entry.payload) for entry in self._entries] if at < 0 else [entry[at] for entry in self._entries]
-        return pa.array(values, kind)
 
 
 def _key_values(texts: Iterable[str]) -> dict[str, bytes]:

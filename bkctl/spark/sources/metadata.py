@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -31,10 +30,10 @@ from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
 from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
-from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, ledger_values, source_schema, where_and_why
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+from bkctl.spark.sources.columns import DAMAGE, ledger_values, where_and_why
+from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QUERY_OPTIONS, DataSource, InputPartition, QueryReader
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -56,17 +55,14 @@ _OTHER_FORMS: Final[Mapping[str, Callable[[LedgerRow], Any]]] = {
 }
 
 
-def _microseconds(get: Callable[[LedgerRow], int | None]) -> Callable[[LedgerRow], int | None]:
+def _getter(column: Column) -> Callable[[LedgerRow], Any]:
+    get = _OTHER_FORMS.get(column.name) or column.getter()
+
     def microseconds(row: LedgerRow) -> int | None:
         time_ms = get(row)
         return None if time_ms is None or time_ms < 0 else time_ms * 1000
 
-    return microseconds
-
-
-def _getter(column: Column) -> Callable[[LedgerRow], Any]:
-    get = _OTHER_FORMS.get(column.name) or column.getter()
-    return _microseconds(get) if column.kind is Kind.TIME else get
+    return microseconds if column.kind is Kind.TIME else get
 
 
 #: Column → its value for a ledger: the columns of every other form of a ledger.
@@ -78,40 +74,20 @@ COLUMNS: Final[Mapping[str, Callable[[LedgerRow], Any]]] = {
         if column.kind is not Kind.LEDGER
     },
 }
-_OPTIONS: Final = (
-    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes",
-)  # fmt: skip
 
 
-@dataclass
-class LedgerIds(InputPartition):
-    """All existing ledgers from `first` to `last`, both included, as unsigned 128-bit numbers."""
+class LedgerIds(NamedTuple):
+    """A partition: all existing ledgers from `first` to `last`, both included, as unsigned 128-bit numbers."""
 
     first: int
     last: int
 
 
-@dataclass
-class NamedLedgers(InputPartition):
-    """Ledgers by their 128-bit numbers; with `needed` a missing one is an error."""
+class NamedLedgers(NamedTuple):
+    """A partition: ledgers by their 128-bit numbers; with `needed` a missing one is an error."""
 
     ledgers: Sequence[int]
     needed: bool
-
-
-@dataclass
-class ExportLines(InputPartition):
-    """A section of the lines of an export."""
-
-    section: ExportSection
-
-
-@dataclass
-class ExportDamage(InputPartition):
-    """Damage of an export as a whole; one row in mode permissive."""
-
-    offset: int
-    reason: str
 
 
 class _Damage(NamedTuple):
@@ -122,101 +98,74 @@ class _Damage(NamedTuple):
     reason: str
 
 
-class MetadataSource(DataSource):
-    """The data source; see the module.
-
-    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
-    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
-    """
-
-    def __init__(self, options: dict[str, str]) -> None:
-        super().__init__(options)
-        self._checked = SourceOptions(NAME, options, _OPTIONS)
-        if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
-            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `spark.read.format`."""
-        return NAME
-
-    def schema(self) -> str:
-        """Return the columns that the options ask for, and `damage` in mode permissive."""
-        return source_schema(self._checked, list(COLUMNS))
-
-    def reader(self, schema: StructType) -> MetadataReader:
-        return MetadataReader(self._checked, schema)
-
-
 class MetadataReader(QueryReader):
     """Plans and reads; `partitions` and `read` need no Spark."""
 
+    source = NAME
+    options = (*CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes")
     never_null = LEDGER_COLUMNS
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        self._schema: pa.Schema = arrow_schema_of(schema)
+        super().__init__(options, schema)
         self._export = options.text("path")
         self._cluster = None if self._export is not None else ClusterOptions(options)
         self._range_size = options.integer("ledgersPerPartition", RANGE_SIZE, 1)
         self._section_size = options.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
-        named = options.ledgers()
-        conditions = Conditions(ledgers=frozenset(named) if named else None)
-        self._named = bool(named)
-        scope_id = options.scope_id()
-        if scope_id is not None:
-            conditions.values["ledgerScopeId"] = frozenset([scope_id])
-        super().__init__(conditions, options.mode(), pushdown=options.flag("pushdown"))
+        self._named = self._conditions.ledgers is not None
+
+    @classmethod
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        return tuple(COLUMNS), ()
 
     # --- planning -----------------------------------------------------------------------------------------------
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of a live store's ledgers, or sections of an export. Raises the errors of reading them."""
-        if self._cluster is None:
-            return self._sections()
-        with self._cluster.open() as cluster:
-            # Spark adds a partition of its own to an empty list.
-            return list(self._ranges(cluster)) or [NamedLedgers((), False)]
+        # Spark adds a partition of its own to an empty list.
+        return list(map(InputPartition, self._ranges() if self._export is None else self._sections(self._export)))
 
-    def _ranges(self, cluster: Cluster) -> Iterator[InputPartition]:
-        wanted = self._conditions.wanted_ledgers()
+    def _ranges(self) -> list[LedgerIds | NamedLedgers]:
+        assert self._cluster is not None
+        size, wanted = self._range_size, self._conditions.wanted_ledgers()
         if wanted is not None:
-            for at in range(0, len(wanted), self._range_size):
-                yield NamedLedgers([ledger.value for ledger in wanted[at : at + self._range_size]], self._named)
-            return
-        scopes = self._conditions.scope_ids()
-        for scope_id in [None] if scopes is None else sorted(scopes):
-            for found in cluster.ledgers.ranges(scope_id, size=self._range_size):
-                if found.ledgers:
-                    yield LedgerIds(found.first.value, found.last.value)
+            numbers = [ledger.value for ledger in wanted]
+            return [NamedLedgers(numbers[at : at + size], self._named) for at in range(0, len(numbers) or 1, size)]
+        scopes = self._conditions.ids_of("ledgerScopeId")
+        with self._cluster.open() as cluster:
+            found = [
+                LedgerIds(each.first.value, each.last.value)
+                for scope_id in ([None] if scopes is None else sorted(scopes))
+                for each in cluster.ledgers.ranges(scope_id, size=size)
+                if each.ledgers
+            ]
+        return [*found] or [NamedLedgers((), False)]
 
-    def _sections(self) -> list[InputPartition]:
-        assert self._export is not None
-        with closing(ExportFile(Path(self._export))) as file:
+    def _sections(self, path: str) -> list[ExportSection | _Damage | NamedLedgers]:
+        with closing(ExportFile(Path(path))) as file:
             sections, problem = file.sections(self._section_size)
-        found: list[InputPartition] = [ExportLines(section) for section in sections]
-        if problem is not None:
-            self._mode.check(problem)
-            found.append(ExportDamage(problem.offset, str(problem)))
-        return found or [NamedLedgers((), False)]
+        return [*sections, *([] if problem is None else [self._damage(problem)])] or [NamedLedgers((), False)]
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition. Raises errors of the store, and in mode failfast of a ledger."""
-        rows = self._rows(partition)
+        rows = self._rows(partition.value)
         while batch := list(islice(rows, BATCH_ROWS)):
-            yield self._batch(batch)
+            arrays = [pa.array([_value(field.name, *row) for row in batch], field.type) for field in self._schema]
+            yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _rows(self, partition: InputPartition) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
-        if isinstance(partition, ExportDamage):
-            yield None, _Damage(self._export, partition.offset, partition.reason)
-        elif isinstance(partition, ExportLines):
-            yield from self._rows_of_export(partition.section)
-        elif not isinstance(partition, NamedLedgers) or partition.ledgers:
+    def _rows(
+        self, part: LedgerIds | NamedLedgers | ExportSection | _Damage
+    ) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
+        if isinstance(part, _Damage):
+            yield None, part
+        elif isinstance(part, ExportSection):
+            yield from self._rows_of_export(part)
+        elif isinstance(part, LedgerIds) or part.ledgers:
             assert self._cluster is not None
             with self._cluster.open() as cluster:
-                needed = isinstance(partition, NamedLedgers) and partition.needed
-                for ledger, found in cluster.ledgers.read_many(self._ids(cluster, partition)):
+                needed = isinstance(part, NamedLedgers) and part.needed
+                for ledger, found in cluster.ledgers.read_many(self._ids(cluster, part)):
                     if isinstance(found, LedgerNotFound) and not needed:
                         continue  # Deleted since it was listed, or only a filter names it.
                     if isinstance(found, BkctlError):
@@ -224,11 +173,10 @@ class MetadataReader(QueryReader):
                     else:
                         yield ledger, ledger_row(ledger, found)
 
-    def _ids(self, cluster: Cluster, partition: InputPartition) -> Iterator[LedgerId]:
-        if isinstance(partition, NamedLedgers):
-            return map(LedgerId.from_value, partition.ledgers)
-        assert isinstance(partition, LedgerIds)
-        first, last = LedgerId.from_value(partition.first), LedgerId.from_value(partition.last)
+    def _ids(self, cluster: Cluster, part: LedgerIds | NamedLedgers) -> Iterator[LedgerId]:
+        if isinstance(part, NamedLedgers):
+            return map(LedgerId.from_value, part.ledgers)
+        first, last = map(LedgerId.from_value, part)
         scope_id = first.scope_id if first.scope_id == last.scope_id else None
         after = LedgerId.from_value(first.value - 1) if first.value else None
         listed = takewhile(lambda ledger: ledger <= last, cluster.ledgers.ledgers(scope_id, after))
@@ -260,10 +208,6 @@ class MetadataReader(QueryReader):
             return _Damage(None, None, str(error))
         return _Damage(self._export, *where_and_why(error, offset))
 
-    def _batch(self, rows: list[tuple[LedgerId | None, LedgerRow | _Damage]]) -> pa.RecordBatch:
-        arrays = [pa.array([_value(field.name, *row) for row in rows], field.type) for field in self._schema]
-        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-
 
 def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> Any:
     if column == DAMAGE:
@@ -273,3 +217,18 @@ def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> 
     if ledger is None or column not in LEDGER_COLUMNS:
         return None
     return ledger_values(ledger)[column]
+
+
+class MetadataSource(TableSource):
+    """The data source; see the module.
+
+    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
+    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
+    """
+
+    reads = MetadataReader
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
+            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")

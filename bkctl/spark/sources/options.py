@@ -23,6 +23,7 @@ _UNITS: Final = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _FLAGS: Final = {"true": True, "false": False}
 
 _Word = TypeVar("_Word", bound=StrEnum)
+_Value = TypeVar("_Value")
 
 
 class Mode(StrEnum):
@@ -69,42 +70,35 @@ class SourceOptions:
 
     def integer(self, name: str, default: int, minimum: int = 0) -> int:
         """Return a whole number of at least `minimum`."""
-        value = self.text(name)
-        if value is None:
-            return default
-        if not re.fullmatch(r"[0-9]{1,18}", value, re.ASCII) or int(value) < minimum:
-            raise self._wrong(name, value, f"a whole number of at least {minimum}")
-        return int(value)
+        is_number = re.fullmatch(r"[0-9]{1,18}", value := self.text(name) or "", re.ASCII) is not None
+        found = int(value) if is_number and int(value) >= minimum else None
+        return self._parsed(name, default, found, f"a whole number of at least {minimum}")
 
     def size_bytes(self, name: str, default: int) -> int:
         """Return a size of at least 1 byte: digits, or with a unit of KiB, MiB, GiB, TiB (`128m` is 128 MiB)."""
-        value = self.text(name)
-        if value is None:
-            return default
-        match = _SIZE.fullmatch(value.strip())
+        match = _SIZE.fullmatch((self.text(name) or "").strip())
         size = int(match[1]) << _UNITS[match[2][:1].lower()] if match else 0
-        if not 0 < size < 1 << 62:
-            raise self._wrong(name, value, "a size of at least 1 byte, as 134217728 or 128MiB")
-        return size
+        expected = "a size of at least 1 byte, as 134217728 or 128MiB"
+        return self._parsed(name, default, size if 0 < size < 1 << 62 else None, expected)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return `true` or `false` as a boolean."""
-        value = self.text(name)
-        if value is None:
-            return default
-        if value.lower() not in _FLAGS:
-            raise self._wrong(name, value, "true or false")
-        return _FLAGS[value.lower()]
+        return self._parsed(name, default, _FLAGS.get((self.text(name) or "").lower()), "true or false")
 
     def choice(self, name: str, default: _Word) -> _Word:
         """Return a member of the enumeration of `default` by its value, case-insensitive."""
+        words = {word.value.lower(): word for word in type(default)}
+        found = words.get((self.text(name) or "").lower())
+        return self._parsed(name, default, found, f"one of {', '.join(type(default))}")
+
+    def _parsed(self, name: str, default: _Value, found: _Value | None, expected: str) -> _Value:
+        """Return `default` if the option is not given, else what was found. Raises UsageError."""
         value = self.text(name)
         if value is None:
             return default
-        words = {word.value.lower(): word for word in type(default)}
-        if value.lower() not in words:
-            raise self._wrong(name, value, f"one of {', '.join(type(default))}")
-        return words[value.lower()]
+        if found is None:
+            raise self._wrong(name, value, expected)
+        return found
 
     def words(self, name: str) -> list[str]:
         """Return a list: words between commas, or a JSON list of strings. Empty if the option is not given."""

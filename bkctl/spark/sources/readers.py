@@ -18,6 +18,7 @@ from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql.datasource import DataSource as DataSource
     from pyspark.sql.datasource import DataSourceReader, Filter
     from pyspark.sql.datasource import InputPartition as InputPartition
@@ -48,18 +49,28 @@ QUERY_OPTIONS: Final = ("mode", "columns", "ledger", "ledgerScopeId", "pushdown"
 
 
 class QueryReader(DataSourceReader):
-    """A reader of one query; a subclass names the columns whose filters it takes."""
+    """A reader of one query with the columns of `schema`; a subclass names the columns whose filters it takes."""
 
+    #: The name for `spark.read.format`, and the options beside `path` and `paths`.
+    source: str
+    options: Collection[str]
     #: String and integer columns beside the ids of ledgers, and columns of which no row of data has a null.
     texts: Collection[str] = ()
     integers: Collection[str] = ()
     never_null: Collection[str] = ()
 
-    def __init__(self, conditions: Conditions, mode: Mode, *, pushdown: bool) -> None:
-        self._conditions, self._mode = conditions, mode
-        if pushdown:
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._conditions, self._mode = Conditions.of(options), options.mode()
+        default, on_request = self.columns(options)
+        self._schema: pa.Schema = checked_schema(self.source, schema, (*default, *on_request, DAMAGE))
+        if options.flag("pushdown"):
             # As a class's method it would need Spark's filterPushdown.enabled in every session.
             self.pushFilters = self.take_filters  # type: ignore[method-assign]
+
+    @classmethod
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the default columns, and the columns that come only when the option `columns` names them."""
+        raise AssertionError
 
     def take_filters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take the filters that the source can apply; return the filters that Spark must apply.
@@ -70,29 +81,14 @@ class QueryReader(DataSourceReader):
         return list(filters) if self._mode is Mode.PERMISSIVE else left
 
 
-class PathReader(QueryReader):
-    """A reader of bookies' files at the paths that the options name, with the columns of `schema`."""
+class TableSource(DataSource):
+    """The data source of a reader. Raises UsageError for options that do not parse."""
 
-    #: The name for `spark.read.format`, and the options beside `path` and `paths`.
-    source: str
-    options: Collection[str]
+    reads: ClassVar[type[QueryReader]]
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
-        self._paths = options.paths()
-        default, on_request = self.columns(options)
-        self._schema = checked_schema(self.source, schema, (*default, *on_request, DAMAGE))
-
-    @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the default columns, and the columns that come only when the option `columns` names them."""
-        raise AssertionError
-
-
-class PathSource(DataSource):
-    """The data source of a PathReader."""
-
-    reads: ClassVar[type[PathReader]]
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self._checked = SourceOptions(self.name(), options, self.reads.options)
 
     @classmethod
     def name(cls) -> str:
@@ -100,13 +96,9 @@ class PathSource(DataSource):
         return cls.reads.source
 
     def schema(self) -> str:
-        """Return the schema that the options ask for. Raises UsageError for options that do not parse."""
-        options = self._parsed()
-        return source_schema(options, *self.reads.columns(options))
+        """Return the columns that the options ask for, and `damage` in mode permissive."""
+        return source_schema(self._checked, *self.reads.columns(self._checked))
 
-    def reader(self, schema: StructType) -> PathReader:
+    def reader(self, schema: StructType) -> QueryReader:
         """Return the reader of the columns of `schema`."""
-        return self.reads(self._parsed(), schema)
-
-    def _parsed(self) -> SourceOptions:
-        return SourceOptions(self.name(), self.options, self.reads.options)
+        return self.reads(self._checked, schema)

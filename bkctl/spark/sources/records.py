@@ -37,9 +37,9 @@ from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RECORD_SIZE_BYTES_MAX, RecordType
 from bkctl.spark.sources.columns import damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import Mode, SourceOptions
 from bkctl.spark.sources.places import Place, resolve, unseen
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, PathReader, PathSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
 from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows, Selection
 
 if TYPE_CHECKING:
@@ -83,19 +83,13 @@ class FileState(NamedTuple):
 class Range(InputPartition):
     """The records of one file from byte `start` (0: the first) up to byte `end` (None: up to the file's end).
 
-    `state` is the file's when the plan was made. Only the last range of a file has damage.
+    `state` is the file's when the plan was made; None: it could not be read.
     """
 
     place: Place
-    state: FileState
+    state: FileState | None = None
     start: int = 0
     end: int | None = None
-    damage: tuple[int | None, str] | None = None
-
-
-def ranges_of(place: Place, state: FileState, borders: Sequence[int]) -> list[Range]:
-    """Return the ranges of a file between these borders, which are offsets of records."""
-    return [Range(place, state, start or 0, end) for start, end in pairwise((None, *borders, None))]
 
 
 def end_of(batch: RecordBatch) -> int:
@@ -128,7 +122,7 @@ class RecordRowKind(StrEnum):
     LEDGERS = "ledgers"
 
 
-class RecordReader(PathReader):
+class RecordReader(QueryReader):
     """Plans and reads the files of one source; a subclass opens one kind of file."""
 
     #: The column of the file's id: `logId` or `journalId`.
@@ -140,10 +134,14 @@ class RecordReader(PathReader):
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
+        self._paths = options.paths()
         self._digest_type = options.digest_type()
         self._borders = options.offsets("borders")
         self._rows = options.choice("rows", RecordRowKind.RECORDS)
-        self._types = self._record_types(options)
+        self._types = frozenset(options.words("types")) or None
+        for name in self._types or ():
+            if name not in [*RecordType]:
+                raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
         self.texts = ("type", "file", f"{self.id_name}Hex", "bookieId")
         self.integers = ("entryId", "offset", self.id_name)
         of_ledgers = LEDGER_COLUMNS if self._types is None else ()
@@ -175,12 +173,11 @@ class RecordReader(PathReader):
     # Spark calls:
 
     def partitions(self) -> list[InputPartition]:
-        """Return the ranges, in the order of the files.
-
-        Raises the first file's error in mode failfast, and Conflict where files vanish during every attempt to plan.
-        """
+        """Return the ranges, in the order of the files. Raises Conflict if files vanish at every attempt to plan."""
         for _ in range(_PLANS_MAX):
-            places = [place for place in self.list_places() if self._wants_file(place)]
+            accepts = self._conditions.accepts
+            listed = self.list_places()
+            places = [place for place in listed if all(accepts(*each) for each in self._constants(place).items())]
             try:
                 with ThreadPoolExecutor(min(_PLANNERS_MAX, len(places)) or 1) as planners:
                     return [part for ranges in planners.map(self._plan, places) for part in ranges]
@@ -197,17 +194,13 @@ class RecordReader(PathReader):
         Raises the error of damage in mode failfast, Conflict if the file differs from the plan, NotFound if it was
         deleted or this machine does not see it.
         """
+        # Spark adds a partition of its own to an empty list.
         if isinstance(partition, Range):
-            return self._read(partition)
-        return iter(())
-
-    def _record_types(self, options: SourceOptions) -> frozenset[str] | None:
-        types = frozenset(options.words("types"))
-        known = [kind.value for kind in RecordType]
-        for name in types:
-            if name not in known:
-                raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
-        return types or None
+            place, damages = partition.place, list[tuple[int | None, str]]()
+            rows = self._rows_of(place)
+            yield from rows.of(self._up_to_damage(partition, damages))
+            for offset, reason in damages:
+                yield damage_row(rows.schema, place.path, offset, reason, **self._constants(place))
 
     def _constants(self, place: Place) -> dict[str, Any]:
         file_id = place.file_id
@@ -219,9 +212,6 @@ class RecordReader(PathReader):
             "bookieId": place.bookie_id,
         }
 
-    def _wants_file(self, place: Place) -> bool:
-        return all(self._conditions.accepts(name, value) for name, value in self._constants(place).items())
-
     def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
         schema, constants = self._schema, self._constants(place)
         selection = Selection(self._conditions, self._types)
@@ -230,51 +220,41 @@ class RecordReader(PathReader):
         return RecordRows(schema, constants, selection, self._digest_type)
 
     def _plan(self, place: Place) -> list[Range]:
+        borders = (None, *self._borders.get(place.path, ()), None)
         try:
-            return ranges_of(place, FileState.of(place.path), self._borders.get(place.path, ()))
+            state = FileState.of(place.path)
         except NotFound as error:
             if place.found:
                 raise _Vanished(place.path) from error
             raise
         except UsageError:
             raise
-        except BkctlError as error:
-            return [Range(place, FileState(0, 0, b""), damage=self._damage(error))]
-
-    def _damage(self, error: BkctlError) -> tuple[int | None, str]:
-        self._mode.check(error)
-        return where_and_why(error)
-
-    def _read(self, part: Range) -> Iterator[pa.RecordBatch]:
-        rows = self._rows_of(part.place)
-        damages = [] if part.damage is None else [part.damage]
-        if not damages:
-            yield from rows.of(self._up_to_damage(part, damages))
-        for offset, reason in damages:
-            yield damage_row(rows.schema, part.place.path, offset, reason, **self._constants(part.place))
+        except BkctlError:
+            return [Range(place)]  # The task that reads the file raises or reports this.
+        return [Range(place, state, start or 0, end) for start, end in pairwise(borders)]
 
     def _up_to_damage(self, part: Range, damages: list[tuple[int | None, str]]) -> Iterator[RecordBatch]:
-        """Yield the records of a range; in mode permissive add the damage that ends them to `damages`."""
-        try:
-            yield from self._planned_records(part, content=any(name in BODY_COLUMNS for name in self._schema.names))
-        except UsageError:
-            raise
-        except BkctlError as error:
-            damages.append(self._damage(error))
+        """Yield the records of a range that were whole when the plan was made.
 
-    def _planned_records(self, part: Range, *, content: bool) -> Iterator[RecordBatch]:
-        """Yield the records of a range that were whole when the plan was made."""
-        path = part.place.path
+        In mode permissive add the damage that ends them to `damages`.
+        """
+        path, state, end = part.place.path, part.state, part.end
+        content = any(name in BODY_COLUMNS for name in self._schema.names)
         try:
-            with FileReader(path) as file:
-                planned_end = part.state.end_in(file, is_written_in_place=self.is_written_in_place)
-            for batch in self.read_range(path, part.start, part.end or planned_end, content=content):
-                if end_of(batch) > part.state.size_bytes:
+            if state is not None:
+                with FileReader(path) as file:
+                    planned_end = state.end_in(file, is_written_in_place=self.is_written_in_place)
+                end = end or planned_end
+            for batch in self.read_range(path, part.start, end, content=content):
+                if state is not None and end_of(batch) > state.size_bytes:
                     batch = batch.first(len(batch) - 1)
                 if len(batch):
                     yield batch
-        except NotFound as error:
-            raise unseen(path) from error
+        except BkctlError as error:
+            found = unseen(path) if isinstance(error, NotFound) else error
+            # No mode permits that this machine does not see a file.
+            (Mode.FAILFAST if isinstance(found, UsageError) else self._mode).check(found)
+            damages.append(where_and_why(found))
 
 
 class _Vanished(Exception):
@@ -328,13 +308,29 @@ class OpenLogs:
             reader = self._readers[path] = EntryLogReader.open(path)
         return reader
 
+    def record_at(self, path: str, offset: int, *noted: type[BkctlError]) -> dict[str, Any]:
+        """Return what stands at byte `offset` of a log: `ledgerQualifiedName`, `entryId` and `record`, or `problem`.
+
+        A `problem` has a `detail`: the record is missing, or damaged by one of the errors to be `noted`.
+        """
+        try:
+            found = self.reader(path).entry_at(offset + 4)
+        except NotFound as error:
+            return {"file": path, "problem": "missing", "detail": str(error)}
+        except noted as error:
+            return {"file": path, "problem": "damaged", "detail": str(error)}
+        return {
+            "file": path, "ledgerQualifiedName": found.ledger.qualified_name, "entryId": found.entry_id,
+            "record": found.body,
+        }  # fmt: skip
+
     def close(self) -> None:
         """Close all of them."""
         for reader in self._readers.values():
             reader.close()
 
 
-class EntryLogSource(PathSource):
+class EntryLogSource(TableSource):
     """The records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
 
     A log whose ledgers map names none of the wanted ledgers is not read, so its damage is unseen. Unfinished files of
@@ -409,7 +405,7 @@ class JournalRecords(RecordReader):
             yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))
 
 
-class JournalSource(PathSource):
+class JournalSource(TableSource):
     """The records of journals, as `bkctl journal read` prints them.
 
     `masterKey` is a column on request, and a secret. A journal may end inside a record, as when its bookie stopped; a

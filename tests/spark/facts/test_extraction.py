@@ -297,7 +297,7 @@ def test_file_without_permission_to_read_is_not_noted_as_damage(
 def test_facts_that_cannot_be_read_are_not_noted_as_damage_of_an_index(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BkctlError
 ) -> None:
-    monkeypatch.setattr("bkctl.spark.facts.evidence._CHUNK_ROWS", 1)
+    monkeypatch.setattr("bkctl.spark.facts.extraction._CHUNK_ROWS", 1)
     store = FactsStore(str(tmp_path / "facts"))
     read = store.read
 

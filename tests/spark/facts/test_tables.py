@@ -32,7 +32,7 @@ def test_documented_tables_have_the_columns_of_the_code() -> None:
 def test_rows_get_all_columns_of_their_table(table: str) -> None:
     import pyarrow as pa
 
-    found = conform(pa.table({"bookieId": ["b"]}), table, "a part")
+    found = conform(pa.table({"bookieId": ["b"]}), table, {"part": "a part"})
     assert found.schema == arrow_schema(table)
     assert found.to_pylist() == [{**dict.fromkeys(TABLES[table]), "bookieId": "b", "part": "a part"}]
 
@@ -41,5 +41,5 @@ def test_ids_are_numbers_up_to_their_largest() -> None:
     import pyarrow as pa
 
     rows = pa.table({"ledgerId": [str(2**64 - 1), None, "7", "7"], "ledgerScopeId": ["0", None, "0", "1"]})
-    found = conform(rows, "records", "a part").to_pylist()
+    found = conform(rows, "records", {"part": "a part"}).to_pylist()
     assert [row["ledgerId"] and int(row["ledgerId"]) for row in found] == [2**64 - 1, None, 7, 7]

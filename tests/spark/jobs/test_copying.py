@@ -22,7 +22,7 @@ from bkctl.spark.jobs.copying import (
     EntryHash,
     LedgerCopy,
     Shape,
-    _copy_bins,
+    _copy_ledgers,
     copy_ledger,
     migrate_scope,
 )
@@ -177,12 +177,11 @@ def test_ledger_without_enough_bookies_fails_alone(live: Live, client: Client, m
     bookies = Fragment(0, tuple(f"b{number}:3181" for number in range(5)))
     empty = metadata._replace(ensemble_size=5, ensembles=(bookies,), last_entry_id=-1, length=0, c_token=None)
     client.cluster.ledgers.create(wide, empty)
-    bins = [[(each, LedgerId(SCOPE + 6, each.ledger_id)) for each in (wide, sound)]]
+    work = [(each, LedgerId(SCOPE + 6, each.ledger_id)) for each in (wide, sound)]
     options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
 
     def copied() -> list[tuple[str, str]]:
-        batches = _copy_bins(options, bins, [[{"id": 0}]])
-        return [(row["state"], row["message"] or "") for batch in batches for row in batch]
+        return [(row["state"], row["message"] or "") for row in _copy_ledgers(options, work)]
 
     (failed, message), done = copied()
     assert (failed, done) == ("failed", ("copied", ""))
@@ -206,7 +205,7 @@ def test_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
     options = live.options
 
     def states(**settings: Any) -> dict[int, str]:
-        rows = migrate_scope(spark, options, to, from_scope_id=scope, task_count=3, **settings).collect()
+        rows = migrate_scope(spark, options, to, from_scope_id=scope, **settings).collect()
         assert [row.source for row in rows] == sorted(row.source for row in rows)
         assert all(row.ledgerScopeId == str(to) for row in rows)
         assert all(("is not a copy" in row.message) for row in rows if row.state == "failed")

@@ -162,7 +162,7 @@ def test_conditions_list_ledgers_if_finite() -> None:
 
     assert conditions().wanted_ledgers() is None
     assert conditions(EqualTo(("ledgerId",), 5)).wanted_ledgers() is None
-    assert conditions(EqualTo(("ledgerScopeId",), 7)).scope_ids() == {7}
+    assert conditions(EqualTo(("ledgerScopeId",), 7)).ids_of("ledgerScopeId") == {7}
     both = conditions(In(("ledgerScopeId",), (7, 0)), EqualTo(("ledgerId",), 5))
     assert both.wanted_ledgers() == [LedgerId(0, 5), LedgerId(7, 5)]
     named = conditions(EqualTo(("ledgerQualifiedName",), LedgerId(7, 5).qualified_name), EqualTo(("ledgerId",), 5))

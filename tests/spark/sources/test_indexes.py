@@ -24,7 +24,7 @@ from bkctl.formats.entry import DigestManager, DigestType, master_key, read_lac_
 from bkctl.formats.entry_log import pack_location
 from bkctl.formats.index import LedgerData, index_path, location_key, write_header
 from bkctl.ids import LedgerId
-from bkctl.spark.sources import index_plan
+from bkctl.spark.sources import indexes
 from bkctl.spark.sources.indexes import IndexSource
 
 V1, V2, HUGE = LedgerId(0, 5), LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)
@@ -119,9 +119,9 @@ def test_index_files_are_planned_by_listing_alone(tmp_path: Path, monkeypatch: p
     opened: list[str] = []
     looked_up: list[Path] = []
     whole = FileReader.__init__
-    bookie_id = index_plan.bookie_id_at
+    bookie_id = indexes.bookie_id_at
     monkeypatch.setattr(FileReader, "__init__", lambda self, path: opened.append(path) or whole(self, path))
-    monkeypatch.setattr(index_plan, "bookie_id_at", lambda home: looked_up.append(home) or bookie_id(home))
+    monkeypatch.setattr(indexes, "bookie_id_at", lambda home: looked_up.append(home) or bookie_id(home))
     planned = Planned(IndexSource, path=tmp_path)
     assert (opened, len(planned.parts)) == ([], 1)
     assert len(looked_up) == len(set(looked_up))

@@ -43,9 +43,7 @@ class Query:
 
     def task(self, batch: int, partition: int, *payloads: bytes) -> BatchWritten:
         source = LedgerSource(self._options)
-        writer = LedgerWriter(
-            source._checked, source._settings, struct_of("`payload` binary"), False, batch=batch
-        )  # fmt: skip
+        writer = LedgerWriter(source._settings, struct_of("`payload` binary"), False, batch=batch)
         written = writer.write(rows(*payloads))
         written.partition = partition
         return pickle.loads(pickle.dumps(BatchWritten(written, self._name)))

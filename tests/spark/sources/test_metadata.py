@@ -73,7 +73,7 @@ def check_ranges(uri: str) -> None:
     """Every ledger comes once, in order, whatever the ranges; and ranges are found again by scope and by name."""
     plan = Planned(MetadataSource, metadataUri=uri, columns=PLAIN, ledgersPerPartition=2)
     assert len(plan.parts) > 3
-    ends = [(part.first, part.last) for part in plan.parts if isinstance(part, LedgerIds)]
+    ends = [tuple(part.value) for part in plan.parts if isinstance(part.value, LedgerIds)]
     assert all(one[1] < other[0] for one, other in itertools.pairwise(ends))
     rows = plan.rows()
     assert names(rows) == [ledger.qualified_name for ledger in IDS]
