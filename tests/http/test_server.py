@@ -26,8 +26,8 @@ from support.waiting import LIMIT_S
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import app, uvicorn_server
-from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import BODY_SIZE_BYTES_MAX, Api
+from bkctl.http.bookie_endpoints import CHANGEABLE
 from bkctl.http.gateway import Upstream
 from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer
 from bkctl.http.server_settings import HttpSettings, is_loopback, read_token, tls_context

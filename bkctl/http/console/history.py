@@ -63,12 +63,12 @@ class LoadHistory:
 
     def total(self, number: Callable[[BookieLoad], float | None]) -> list[float | None]:
         """Return the sum of a number of all bookies, at each look; None where no bookie has it."""
-        return [_sum([number(each) for each in look.load.bookies]) for look in self.looks]
+        return [_sum([number(each) for each in look.load.bookies]) for look in list(self.looks)]
 
     def of_bookie(self, bookie_id: str, number: Callable[[BookieLoad], float | None]) -> list[float | None]:
         """Return a number of one bookie, at each look."""
         return [_sum([number(each) for each in look.load.bookies if each.bookie.bookie_id == bookie_id])
-                for look in self.looks]  # fmt: skip
+                for look in list(self.looks)]  # fmt: skip
 
     async def _run(self) -> None:
         def host_of(bookie_id: str) -> str | None:
