@@ -2,7 +2,7 @@
 
 Each entry of an index must point at the record of that entry. Each record of a log must be in the index of its ledger,
 if the ledger has one. The check reads the index first, as rows of locations sorted in bounded memory
-(`location_rows`), then each log once, front to back, window by window beside the rows that point into it.
+(`index_rows`), then each log once, front to back, window by window beside the rows that point into it.
 
 A running bookie adds, compacts and deletes meanwhile. So a contradiction is confirmed in the index as it is then, and
 entries that a restart would replay from the journals do not count (`recheck`).
@@ -19,9 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
-from bkctl.checks.index_rows import EntrySelection, IndexRowsReader
-from bkctl.checks.indexed_logs import IndexedLogs, list_indexed_logs
-from bkctl.checks.location_rows import LedgerNumbers, LocationRows
+from bkctl.checks.index_rows import (
+    EntrySelection,
+    IndexedLogs,
+    IndexRowsReader,
+    LedgerNumbers,
+    LocationRows,
+    list_indexed_logs,
+)
 from bkctl.checks.log_records import LogWindow, RecordLookup, digest_reason
 from bkctl.checks.recheck import Recheck
 from bkctl.errors import BkctlError, NotFound
@@ -33,8 +38,8 @@ from bkctl.ids import U64_MAX, LedgerId
 from bkctl.pace import Pace
 
 if TYPE_CHECKING:
-    from bkctl.checks.location_rows import Columns
-    from bkctl.checks.unflushed import EntryKey
+    from bkctl.checks.index_rows import Columns
+    from bkctl.checks.recheck import EntryKey
 
 
 class _UnindexedLedger:
@@ -107,9 +112,8 @@ class IndexCheck:
             path = Path(mismatch.where)
             location = pack_location(log_id_of(path.name) or 0, mismatch.offset + 4)
             if mismatch.ledger in self._selection:
-                yield Finding(
-                    FindingKind.DIGEST, mismatch.ledger, mismatch.entry_id, location, path, digest_reason(mismatch)
-                )
+                reason = digest_reason(mismatch)
+                yield Finding(FindingKind.DIGEST, path, reason, mismatch.ledger, mismatch.entry_id, location)
 
     def _unindexed_ledgers(self) -> Iterator[Finding]:
         if not self._unindexed:
@@ -272,5 +276,5 @@ def _merge_damage(damage: BkctlError, path: Path, good_end: int, findings: Itera
     reason = str(damage)
     if lost:
         reason = f"{damage.message}; {lost:,} entries of {len(ledgers):,} ledgers that the index has there are lost"
-    yield Finding(FindingKind.LOG_DAMAGED, None, None, None, path, reason)
+    yield Finding(FindingKind.LOG_DAMAGED, path, reason)
     yield from kept

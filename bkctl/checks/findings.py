@@ -68,11 +68,11 @@ class Finding(NamedTuple):
     """A contradiction in an index or a log; `path` is the file or database that has it."""
 
     kind: FindingKind
-    ledger: LedgerId | None
-    entry_id: int | None
-    location: int | None
     path: Path
     reason: str
+    ledger: LedgerId | None = None
+    entry_id: int | None = None
+    location: int | None = None
     #: The ledger was deleted, so that the finding is a note.
     is_deleted: bool = False
 
@@ -108,7 +108,7 @@ def unindexed_findings(
         is_deleted = find_deleted is None or ledger in deleted
         state = "it was deleted" if ledger in deleted else "its index is lost, unless the ledger was deleted"
         reason = f"{size} of a ledger without an index: {state}"
-        yield Finding(FindingKind.UNINDEXED, ledger, None, None, path, reason, is_deleted)
+        yield Finding(FindingKind.UNINDEXED, path, reason, ledger, is_deleted=is_deleted)
 
 
 def as_damage(error: BkctlError) -> BkctlError:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.findings import Finding, FindingKind
-from bkctl.checks.indexed_logs import IndexedLogs
-from bkctl.checks.location_rows import LedgerNumbers
+from bkctl.checks.index_rows import IndexedLogs, LedgerNumbers
 from bkctl.errors import BkctlError, EntryNotFound, NotFound
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.scan import RecordBatch
@@ -17,7 +16,7 @@ from bkctl.formats.record import RecordType
 from bkctl.ids import U64_MAX, LedgerId
 
 if TYPE_CHECKING:
-    from bkctl.checks.location_rows import Columns
+    from bkctl.checks.index_rows import Columns
 
 #: Records of a log that are compared with the index together.
 WINDOW_RECORDS: Final = 1 << 17
@@ -53,7 +52,7 @@ class RecordLookup:
         """
 
         def finding(kind: FindingKind, path: Path, reason: str) -> Finding:
-            return Finding(kind, ledger, entry_id, location, path, reason)
+            return Finding(kind, path, reason, ledger, entry_id, location)
 
         log_id, offset = unpack_location(location)
         path = self._paths.get(log_id)

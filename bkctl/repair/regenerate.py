@@ -30,6 +30,7 @@ from bkctl.repair.index_contents import (
     Progress,
     RepairFindings,
     decide_ledger_data,
+    header_data,
     read_journals,
     read_log_entries,
     read_log_ledgers,
@@ -195,13 +196,13 @@ class _RegenerationRun:
     def _old_header(self, row: RegeneratedIndex, path: Path) -> LedgerData | None:
         try:
             with LedgerIndexReader.open(path) as reader:
-                header = reader.header
+                data = header_data(reader)
                 row.entries_before = sum(1 for _ in reader.locations())
         except (Corrupt, TruncatedRecord, Unsupported) as error:
             self.result.findings.notes.append(str(error))
             return None
         self._old[row.ledger] = path
-        return LedgerData(True, header.fenced, header.master_key, header.explicit_lac)
+        return data
 
     def build(self, *, dry_run: bool) -> None:
         """Read the logs and build the index files beside the old ones; in a dry run only count."""

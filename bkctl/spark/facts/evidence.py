@@ -26,8 +26,8 @@ from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.names import DATABASE_NAMES
 from bkctl.ids import LedgerId
-from bkctl.repair.conversion import DATABASE_NAMES
 from bkctl.spark.facts.facts_store import FactsStore, PartWriter
 from bkctl.spark.facts.tables import arrow_schema
 from bkctl.spark.sources.columns import where_and_why

@@ -15,9 +15,8 @@ from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReade
 from bkctl.files.rocksdb import LocationsDatabase
 from bkctl.files.windows import FileReader
 from bkctl.formats.index import HEADER_SIZE, SLOT_SIZE, ledger_of_index_path
-from bkctl.formats.names import ROCKSDB_NAMES
+from bkctl.formats.names import DATABASE_NAMES, ROCKSDB_NAMES
 from bkctl.ids import LedgerId
-from bkctl.repair.conversion import DATABASE_NAMES
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode
 from bkctl.spark.sources.places import bookie_id_at, local_paths
