@@ -19,7 +19,7 @@ from bkctl.errors import BkctlError
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
 from bkctl.replication.election import BACK_OFF_S, LOOK_AGAIN_S
 from bkctl.replication.ledger_checks import LedgerChecks, now_ms
-from bkctl.replication.marking import Decision, LostBookies, audit_bookies, available_bookies
+from bkctl.replication.marking import LostBookies, audit_bookies, available_bookies
 from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import AuditorStats
 from bkctl.tasks import cancel_and_wait
@@ -64,7 +64,6 @@ class Auditor:
     scoped: bool
     stats: AuditorStats = field(default_factory=AuditorStats)
     _delay_version: int | None = None
-    _audit_at_s: float | None = None
     _audit_is_due: bool = False
     _periodic: list[_PeriodicCheck] = field(default_factory=list)
     _check: asyncio.Task[None] | None = None
@@ -139,21 +138,20 @@ class Auditor:
             return available_bookies(self._cluster, scoped=self.scoped), delay_s, version
 
         available, delay_s, version = await asyncio.to_thread(look)
+        lost, now_s = self._lost, time.monotonic()
         if version != self._delay_version:
             self._delay_version = version
-            self._apply(self._lost.delay_written(delay_s), delay_s)
-        self._apply(self._lost.bookies_changed(available, delay_s), delay_s)
-        if self._audit_at_s is not None and self._audit_at_s <= time.monotonic():
-            self._lost.delay_over()
-            self._apply(Decision.AUDIT, delay_s)
+            self._audit_is_due |= lost.delay_written(delay_s, now_s)
+        self._audit_is_due |= lost.bookies_changed(available, delay_s, now_s)
+        self._audit_is_due |= lost.is_due(now_s)
+        self.stats.num_bookie_audits_delayed = lost.delayed_count
+        self.stats.num_delayed_bookie_audits_cancelled = lost.cancelled_count
         if self._audit_is_due:
             await self._audit()
             self._periodic[0].schedule_next(time.monotonic())
         await self._run_due_checks()
-        dues = [check.due_s for check in self._periodic]
-        if self._audit_at_s is not None:
-            dues.append(self._audit_at_s)
-        return LOOK_AGAIN_S if self._is_checking else max(0.0, min(dues) - time.monotonic())
+        due_s = min(lost.due_s, *(check.due_s for check in self._periodic))
+        return LOOK_AGAIN_S if self._is_checking else max(0.0, due_s - time.monotonic())
 
     @property
     def _is_checking(self) -> bool:
@@ -164,22 +162,11 @@ class Auditor:
         for check in self._periodic:
             if check.due_s <= time.monotonic() and not self._is_checking:
                 check.schedule_next(time.monotonic())
-                if self._lost.is_pending:
+                if self._lost.waiting:
                     # The delay says that ledgers of the lost bookie must not be marked yet.
                     self.stats.num_skipping_check_task_times += 1
                 else:
                     await check.run()
-
-    def _apply(self, decision: Decision, delay_s: int) -> None:
-        if decision is Decision.AUDIT:
-            self._audit_is_due, self._audit_at_s = True, None
-        elif decision is Decision.AUDIT_LATER:
-            self._audit_at_s = time.monotonic() + delay_s
-            log.info("Bookie %s is gone: audited in %d s, unless it returns", *self._lost.waiting, delay_s)
-        elif decision is Decision.CANCEL:
-            self._audit_at_s = None
-        self.stats.num_bookie_audits_delayed = self._lost.delayed_count
-        self.stats.num_delayed_bookie_audits_cancelled = self._lost.cancelled_count
 
     async def _check_bookies(self) -> None:
         self._audit_is_due = True

@@ -12,14 +12,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotEnoughBookies
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
 from bkctl.pace import Pace
 from bkctl.replication.fragments import spans_text
 from bkctl.replication.holdings import HeldLedger, is_covered, ledgers_on
-from bkctl.replication.ledger_mover import LedgerMover
 from bkctl.replication.lost_entries import LostEntryFinder, UnreadableSpans
 from bkctl.replication.move_plan import (
     LedgerMove,
@@ -79,14 +77,6 @@ class BookieMover:
         self._pace = pace or Pace()
         self._replicator = LedgerFragmentReplicator(bookkeeper, pace=self._pace, progress=self.progress.copied)
         self.lost_entries = LostEntryFinder(bookkeeper, self._replicator.checker.replicas)
-        self._mover = LedgerMover(
-            self._cluster,
-            self._replicator,
-            self.leaving,
-            self.progress.plan.marked,
-            skip_open=skip_open,
-            fence=fence,
-        )
 
     async def held(
         self, ids: Iterable[LedgerId] | None = None, *, doubtful: bool = False
@@ -141,7 +131,7 @@ class BookieMover:
             return [LedgerMove(held.ledger, MoveOutcome.FAILED, held.metadata.state, problem=error.message)]
         planned: list[PlannedFragment | LedgerMove] = []
         for fragment in held.fragments:
-            if fragment.last_entry_id is None and not closes:
+            if not (fragment.closed or closes):
                 planned.append(left_open(held))
                 continue
             targets: dict[int, str] = {}
@@ -149,9 +139,9 @@ class BookieMover:
             silent = self.lost_entries.silent_text(fragment.ensemble)
             problem = f"No bookie that answers has {spans_text(spans)}{silent}" if spans else open_problem
             try:
-                targets = await self._replicator.targets(held.bad_fragment(fragment), exclude=self.leaving)
+                targets = await self._replicator.targets(fragment, exclude=self.leaving)
             except NotEnoughBookies as error:
-                if fragment.entry_count != 0:
+                if fragment.held_count != 0:
                     problem = error.message
             planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans, lost))
         return planned
@@ -165,7 +155,7 @@ class BookieMover:
         if held.metadata.is_closed:
             return None
         if held.grows:
-            schedule, ensemble = RoundRobinDistributionSchedule.of(held.metadata), held.fragments[-1].ensemble
+            schedule, ensemble = held.fragments[-1].schedule, held.fragments[-1].ensemble
             away = (set(ensemble) - set(up)) | set(self.lost_entries.silent(ensemble))
             if not self._fence or is_covered(schedule, ensemble, set(ensemble) - away):
                 return None
@@ -184,7 +174,10 @@ class BookieMover:
         store; a ledger's own error is in its result.
         """
         remaining = iter(ids) if resume is None else self._not_done(ids, resume)
-        queue = MoveQueue(remaining, self._cluster.ledgers, self._mover, self.progress, self._pace, self._note)
+        queue = MoveQueue(
+            remaining, self._cluster, self._replicator, self.leaving, self.progress, self._pace, self._note,
+            skip_open=self._skip_open, fence=self._fence,
+        )  # fmt: skip
         async with contextlib.aclosing(queue.results()) as results:
             async for result in results:
                 self.progress.ledger_count += 1

@@ -27,32 +27,16 @@ if TYPE_CHECKING:
 # --- holdings ---------------------------------------------------------------------------------------------------------
 
 
-class HeldFragment(NamedTuple):
-    """A fragment whose ensemble has some of the wanted bookies, at the ensemble indexes `indexes`.
-
-    `entry_count` is the number of replicas of the fragment's entries on these bookies. It and `last_entry_id` are None
-    in a fragment that still grows; `last_entry_id` is `first_entry_id - 1` in one without entries.
-    """
-
-    first_entry_id: int
-    last_entry_id: int | None
-    ensemble: tuple[str, ...]
-    indexes: tuple[int, ...]
-    entry_count: int | None
-
-    @property
-    def bookies(self) -> tuple[str, ...]:
-        """The wanted bookies of the ensemble."""
-        return tuple(self.ensemble[index] for index in self.indexes)
-
-
 @dataclass(frozen=True)
 class HeldLedger:
-    """A ledger whose metadata names some of the wanted bookies, and the fragments that do."""
+    """A ledger whose metadata names some of the wanted bookies, and the fragments that do.
+
+    The wanted bookies are the bad ones of the fragments. A fragment that still grows is not closed, and has no entries.
+    """
 
     ledger: LedgerId
     found: VersionedMetadata
-    fragments: tuple[HeldFragment, ...]
+    fragments: tuple[LedgerFragment, ...]
 
     @property
     def metadata(self) -> LedgerMetadata:
@@ -61,7 +45,7 @@ class HeldLedger:
     @property
     def grows(self) -> bool:
         """True if a writer may be adding entries to the wanted bookies: in the last fragment of a ledger not closed."""
-        return any(fragment.last_entry_id is None for fragment in self.fragments)
+        return not all(fragment.closed for fragment in self.fragments)
 
     @property
     def holds_entries(self) -> bool:
@@ -69,12 +53,12 @@ class HeldLedger:
 
         Source: areEntriesOfLedgerStoredInTheBookie.
         """
-        return any(fragment.entry_count != 0 for fragment in self.fragments)
+        return any(fragment.held_count != 0 for fragment in self.fragments)
 
     @property
     def entry_count(self) -> int:
         """The known number of replicas of entries on the wanted bookies."""
-        return sum(fragment.entry_count or 0 for fragment in self.fragments)
+        return sum(fragment.held_count or 0 for fragment in self.fragments)
 
     @property
     def size_bytes(self) -> int:
@@ -84,53 +68,40 @@ class HeldLedger:
             return 0
         return metadata.length * self.entry_count // (metadata.last_entry_id + 1)
 
-    def bad_fragment(self, fragment: HeldFragment) -> LedgerFragment:
-        """Return the fragment with the wanted bookies as bad ones; it has no entries while it grows."""
-        schedule = RoundRobinDistributionSchedule.of(self.metadata)
-        first, last = fragment.first_entry_id, fragment.last_entry_id
-        found = LedgerFragment(
-            self.ledger, first, first - 1 if last is None else last, fragment.ensemble, last is not None, schedule
-        )
-        return found.given(fragment.indexes)
-
-    def stripes(self) -> Iterator[tuple[HeldFragment, tuple[int, ...], int, int | None]]:
+    def stripes(self) -> Iterator[tuple[LedgerFragment, tuple[int, ...], int, int | None]]:
         """Yield each write set with entries on the wanted bookies: fragment, ensemble indexes, first and last entry.
 
         The last entry is None where the fragment still grows.
         """
-        schedule = RoundRobinDistributionSchedule.of(self.metadata)
-        size = schedule.ensemble_size
         for fragment in self.fragments:
+            size, wanted = fragment.schedule.ensemble_size, set(fragment.bookie_indexes)
             for at in range(size):
-                write_set = schedule.write_set(at)
-                if not any(index in fragment.indexes for index in write_set):
+                write_set = fragment.schedule.write_set(at)
+                if wanted.isdisjoint(write_set):
                     continue
                 first = fragment.first_entry_id + (at - fragment.first_entry_id) % size
                 last = fragment.last_entry_id
-                if last is not None:
-                    if first > last:
-                        continue
-                    last -= (last - at) % size
-                yield fragment, write_set, first, last
+                if not fragment.closed:
+                    yield fragment, write_set, first, None
+                elif first <= last:
+                    yield fragment, write_set, first, last - (last - at) % size
 
 
 def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collection[str]) -> HeldLedger | None:
     """Return what `bookie_ids` hold of the ledger; None if its metadata names none of them."""
     metadata = found.metadata
     schedule = RoundRobinDistributionSchedule.of(metadata)
-    end = metadata.last_entry_id if metadata.is_closed else None
+    ends = [fragment.first_entry_id - 1 for fragment in metadata.ensembles[1:]]
     fragments = []
-    for at, fragment in enumerate(metadata.ensembles):
-        indexes = tuple(index for index, bookie_id in enumerate(fragment.bookies) if bookie_id in bookie_ids)
-        if not indexes:
-            continue
-        first = fragment.first_entry_id
-        last = metadata.ensembles[at + 1].first_entry_id - 1 if at + 1 < len(metadata.ensembles) else end
-        count = None
-        if last is not None:
-            last = max(last, first - 1)
-            count = sum(schedule.entry_count(index, first, last) for index in indexes)
-        fragments.append(HeldFragment(first, last, fragment.bookies, indexes, count))
+    for fragment, end in zip(
+        metadata.ensembles, [*ends, metadata.last_entry_id if metadata.is_closed else None], strict=True
+    ):
+        indexes = [index for index, bookie_id in enumerate(fragment.bookies) if bookie_id in bookie_ids]
+        if indexes:
+            first = fragment.first_entry_id
+            last = first - 1 if end is None else max(end, first - 1)
+            held = LedgerFragment(ledger, first, last, fragment.bookies, end is not None, schedule)
+            fragments.append(held.given(indexes))
     return HeldLedger(ledger, found, tuple(fragments)) if fragments else None
 
 
@@ -197,9 +168,9 @@ class Replacements:
         scoped = held.ledger.is_scoped
         for fragment in held.fragments:
             found = self.candidates(fragment.ensemble, scoped=scoped)
-            if fragment.entry_count != 0 and len(found) < len(fragment.indexes):
+            if fragment.held_count != 0 and len(found) < len(fragment.faults):
                 return (
-                    f"{_other_bookies(len(fragment.indexes), scoped)} would be needed, {len(found)} "
+                    f"{_other_bookies(len(fragment.faults), scoped)} would be needed, {len(found)} "
                     f"{'is' if len(found) == 1 else 'are'} there (ensemble {', '.join(fragment.ensemble)})"
                 )
         return None
@@ -299,7 +270,7 @@ def ok_to_stop(
         if held.grows:
             fragment = held.fragments[-1]
             silent = sorted(set(fragment.ensemble) - live)
-            if not is_covered(RoundRobinDistributionSchedule.of(held.metadata), fragment.ensemble, live):
+            if not is_covered(fragment.schedule, fragment.ensemble, live):
                 yield StopProblem(
                     ledger, Risk.UNRECOVERABLE,
                     f"It could not be opened or recovered: {', '.join(silent)} of its last bookies would not answer, "
@@ -358,9 +329,9 @@ class StopSets:
                 names = frozenset(fragment.ensemble[index] for index in write_set)
                 self._write_sets.add((names, names & live, wanted))
             if held.grows:
-                ensemble = held.fragments[-1].ensemble
-                schedule = RoundRobinDistributionSchedule.of(held.metadata)
-                self._growing.add((schedule, ensemble, live.intersection(ensemble), ledger.is_scoped))
+                last = held.fragments[-1]
+                answering = live.intersection(last.ensemble)
+                self._growing.add((last.schedule, last.ensemble, answering, ledger.is_scoped))
 
     def allows(self, stopping: Collection[str]) -> bool:
         """Return True if these bookies may stop together, and a writable one remains."""
@@ -436,22 +407,20 @@ class _Tally:
 def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: int) -> Iterator[StopProblem]:
     """Yield the risks of entries that would have too few replicas if only the replicas on `live` remained."""
     metadata = held.metadata
-    schedule = RoundRobinDistributionSchedule.of(metadata)
-    size = schedule.ensemble_size
     tallies = {Risk.LOST: _Tally(), Risk.UNDER_QUORUM: _Tally()}
     for fragment, write_set, first, last in held.stripes():
         live_count = sum(fragment.ensemble[index] in live for index in write_set)
         if live_count >= replica_count_min:
             continue
         tally = tallies[Risk.UNDER_QUORUM if live_count else Risk.LOST]
-        tally.add(first, last, None if last is None else (last - first) // size + 1, live_count)
+        tally.add(first, last, None if last is None else (last - first) // metadata.ensemble_size + 1, live_count)
         tally.bookies.update(
-            dict.fromkeys(fragment.ensemble[index] for index in write_set if index in fragment.indexes)
+            dict.fromkeys(fragment.ensemble[index] for index in write_set if index in fragment.bookie_indexes)
         )
         tally.unavailable.update(
             (fragment.ensemble[index], None)
             for index in write_set
-            if index not in fragment.indexes and fragment.ensemble[index] not in live
+            if index not in fragment.bookie_indexes and fragment.ensemble[index] not in live
         )
     for risk, tally in tallies.items():
         if tally.first is None:
@@ -459,7 +428,7 @@ def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: i
         yield StopProblem(
             held.ledger,
             risk,
-            tally.message(schedule.write_quorum_size, replica_count_min),
+            tally.message(metadata.write_quorum_size, replica_count_min),
             metadata.state,
             tally.first,
             tally.last,

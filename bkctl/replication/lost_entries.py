@@ -8,7 +8,6 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, BookieUnavailable, TimedOut, Unreachable
 from bkctl.replication.fragments import (
     ANSWERED,
@@ -18,7 +17,7 @@ from bkctl.replication.fragments import (
     add_to_spans,
     reason_of,
 )
-from bkctl.replication.holdings import HeldFragment, HeldLedger
+from bkctl.replication.holdings import HeldLedger
 from bkctl.replication.replica_reads import MUTE_S
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class LostEntryFinder:
         listed = dict(zip(bookies, lists, strict=True))
         found = {}
         for fragment in held.fragments:
-            if fragment.last_entry_id is None:
+            if not fragment.closed:
                 continue
             present: dict[str, Container[int]] = {}
             answered = set(fragment.bookies)
@@ -85,11 +84,11 @@ class LostEntryFinder:
                     if isinstance(entries, BookieUnavailable):
                         entries, has_answered = (), False
                     elif entries is None:
-                        entries, has_answered = await self._read(access, held.bad_fragment(fragment), index)
+                        entries, has_answered = await self._read(access, fragment, index)
                     present[bookie_id] = entries
                     if has_answered:
                         answered.add(bookie_id)
-            unreadable = await asyncio.to_thread(_unreadable, held, fragment, present, answered)
+            unreadable = await asyncio.to_thread(_unreadable, fragment, present, answered)
             if unreadable.spans:
                 found[fragment.first_entry_id] = unreadable
         return found
@@ -144,14 +143,12 @@ class LostEntryFinder:
 
 
 def _unreadable(
-    held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Container[int]], answered: Collection[str]
+    fragment: LedgerFragment, present: Mapping[str, Container[int]], answered: Collection[str]
 ) -> UnreadableSpans:
     """Return the entries of the leaving bookies that no bookie has `present`, at most UNREADABLE_NAMED_MAX."""
-    assert fragment.last_entry_id is not None
-    schedule = RoundRobinDistributionSchedule.of(held.metadata)
-    size = schedule.ensemble_size
-    write_sets = [schedule.write_set(remainder) for remainder in range(size)]
-    concerned = [any(index in fragment.indexes for index in write_set) for write_set in write_sets]
+    size, wanted = fragment.schedule.ensemble_size, fragment.bookie_indexes
+    write_sets = [fragment.schedule.write_set(remainder) for remainder in range(size)]
+    concerned = [any(index in wanted for index in write_set) for write_set in write_sets]
     spans: list[EntrySpan] = []
     is_adjoining, count, lost = False, 0, True
     for entry_id in range(fragment.first_entry_id, fragment.last_entry_id + 1):

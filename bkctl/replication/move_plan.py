@@ -13,8 +13,8 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet
 from bkctl.metadata.underreplication import LedgerMarks
-from bkctl.replication.fragments import EntrySpan
-from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
+from bkctl.replication.fragments import EntrySpan, LedgerFragment
+from bkctl.replication.holdings import HeldLedger, Replacements, ledgers_on
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -66,7 +66,7 @@ class PlannedFragment(NamedTuple):
     """
 
     held: HeldLedger
-    fragment: HeldFragment
+    fragment: LedgerFragment
     targets: dict[int, str]
     closes: bool
     problem: str | None

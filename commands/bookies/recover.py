@@ -25,7 +25,8 @@ from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
-    from bkctl.replication.holdings import HeldFragment, HeldLedger
+    from bkctl.replication.fragments import LedgerFragment
+    from bkctl.replication.holdings import HeldLedger
     from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
     from bkctl.replication.resume import ResumeFile
 
@@ -77,10 +78,11 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
     return Columns(*columns, Column("PROBLEM", "problem", "problem"), key="ledger")
 
 
-def _held_row(held: HeldLedger, fragment: HeldFragment, **more: Any) -> FragmentRow:
+def _held_row(held: HeldLedger, fragment: LedgerFragment, **more: Any) -> FragmentRow:
+    last_entry_id = fragment.last_entry_id if fragment.closed else None
     return FragmentRow(
-        held.ledger, held.metadata.state.name, fragment.first_entry_id, fragment.last_entry_id, fragment.ensemble,
-        fragment.bookies, fragment.entry_count, **more,
+        held.ledger, held.metadata.state.name, fragment.first_entry_id, last_entry_id, fragment.ensemble,
+        fragment.bookies, fragment.held_count, **more,
     )  # fmt: skip
 
 
