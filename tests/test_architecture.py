@@ -311,9 +311,9 @@ WALL_CLOCK = {
     "bkctl/bookie/state_manager.py": "the time in BOOKIE_STATUS",
     "bkctl/client/pulsar.py": "ages of ledgers",
     "bkctl/files/index.py": "the age of a file",
-    "bkctl/http/console/history.py": "when a look was taken",
+    "bkctl/http/console/pages.py": "when a look was taken",
     "bkctl/http/bookie_metrics.py": "the time left to a certificate",
-    "bkctl/replication/ledger_checks.py": "ages of marks and of checks by other processes",
+    "bkctl/replication/auditor.py": "ages of marks and of checks by other processes",
     "bkctl/storage/bookie_storage.py": "ids of new journals",
 }
 WITH_INTERVALS = {"bookie", "client", "disk", "files", "http", "pace", "protocol", "replication", "storage", "tasks"}

@@ -9,17 +9,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
 
-from bkctl.checks.digests import DigestChecker
+from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.findings import Counts, Finding, FindingKind
 from bkctl.checks.index_rows import IndexedLogs
-from bkctl.checks.log_records import RecordLookup
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, EntryNotFound, NotFound
 from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndex
 from bkctl.files.journal import JournalReader
 from bkctl.files.journals import files_after_marks
-from bkctl.formats.entry_log import log_id_of, pack_location
+from bkctl.formats.entry_log import log_id_of, pack_location, unpack_location
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 
@@ -33,6 +32,71 @@ _MAYBE_UNACKNOWLEDGED: Final = (
 )
 T = TypeVar("T")
 EntryKey = tuple[LedgerId, int]
+
+
+def digest_reason(mismatch: DigestMismatchAt) -> str:
+    """Return the reason of a finding about a digest."""
+    return f"the entry does not match its {mismatch.digest_type.name} digest"
+
+
+class RecordLookup:
+    """Reads single records of `logs`; the last log stays open. Use as a context manager."""
+
+    def __init__(self, logs: IndexedLogs, digests: DigestChecker | None) -> None:
+        self._logs, self._digests = logs, digests
+        self._paths = logs.paths()
+        self._reader: EntryLogReader | None = None
+        self._log_id = -1
+
+    def __enter__(self) -> RecordLookup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def check(self, ledger: LedgerId, entry_id: int, location: int) -> tuple[Finding | None, int]:
+        """Compare the record at `location` with the entry that the index has there.
+
+        Returns the contradiction (None if the record is that entry) and the bytes read.
+        """
+
+        def finding(kind: FindingKind, path: Path, reason: str) -> Finding:
+            return Finding(kind, path, reason, ledger, entry_id, location)
+
+        log_id, offset = unpack_location(location)
+        path = self._paths.get(log_id)
+        missing = f"entry log {log_id} (0x{log_id:x}) does not exist"
+        if path is None:
+            return finding(FindingKind.LOG_MISSING, self._logs.missing_path(log_id), missing), 0
+        try:
+            record = self._open(log_id, path).entry_at(offset)
+        except EntryNotFound:
+            return finding(FindingKind.NO_RECORD, path, "the log ends before"), 0
+        except NotFound:
+            return finding(FindingKind.LOG_MISSING, path, missing), 0
+        except BkctlError as error:
+            return finding(FindingKind.NO_RECORD, path, getattr(error, "problem", str(error))), 0
+        found: Finding | None = None
+        if record.type is not RecordType.ENTRY:
+            found = finding(FindingKind.WRONG_ENTRY, path, f"a record of type {record.type} is there")
+        elif (record.ledger, record.entry_id) != (ledger, entry_id):
+            reason = f"entry {record.entry_id} of ledger {record.ledger} is there"
+            found = finding(FindingKind.WRONG_ENTRY, path, reason)
+        elif record.last_add_confirmed is None:
+            found = finding(FindingKind.NO_RECORD, path, f"{record.record_size} bytes are too few for an entry")
+        elif self._digests is not None and (mismatch := self._digests.check(record, str(path))) is not None:
+            found = finding(FindingKind.DIGEST, path, digest_reason(mismatch))
+        return found, record.record_size + 4
+
+    def _open(self, log_id: int, path: Path) -> EntryLogReader:
+        if self._reader is None or self._log_id != log_id:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+            self._reader = EntryLogReader.open(path)
+            self._log_id = log_id
+        return self._reader
 
 
 class UnflushedEntries:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_load import Samples, ask_all
+from bkctl.http.bookie_load import Samples, ask_all, parse_metrics
 from bkctl.http.bookie_metrics import (
     CERTIFICATE_EXPIRY,
     CLOCK_SECONDS,
@@ -22,7 +22,6 @@ from bkctl.http.bookie_metrics import (
     UNREADABLE_LEDGERS,
     UNREGISTERED_SECONDS,
 )
-from bkctl.http.prometheus import parse_metrics
 from bkctl.http.server_url import bookie_url
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import health_finding

@@ -449,8 +449,7 @@ class Inquiry:
 
 
 def _gc_metrics(api: BookieApi) -> dict[str, float]:
-    from bkctl.http.bookie_load import Samples
-    from bkctl.http.prometheus import parse_metrics
+    from bkctl.http.bookie_load import Samples, parse_metrics
 
     samples = Samples(parse_metrics(api.metrics()))
     names = {

@@ -18,13 +18,14 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bkctl.checks.index_rows import first_files
 from bkctl.disk import DIRECTORY_MODE, Files
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.conversion import DB, ConversionState
@@ -114,7 +115,10 @@ def convert(
             state = ConversionState(to, _free_stamp(layout), fingerprint)
             converter.clear()
             state.write(path, files)
-        state = _build(converter, state, path, files)
+        state = converter.build(state, path)
+        converter.verify()
+        state = state._replace(swapping=True, counts=tuple((row.ledgers, row.entries) for row in result.directories))
+        state.write(path, files)
     for row, (ledgers, entries) in zip(result.directories, state.counts, strict=True):
         row.ledgers, row.entries = ledgers, entries
     converter.swap(state.stamp)
@@ -127,16 +131,6 @@ def convert(
     files.sync_directory(path.parent)
     result.done = True
     return result
-
-
-def _build(converter: IndexConverter, state: ConversionState, path: Path, files: Files) -> ConversionState:
-    """Build and verify the new index; return the state from which it is swapped, written to `path`."""
-    state = converter.build(state, path)
-    converter.verify()
-    counts = tuple((row.ledgers, row.entries) for row in converter.result.directories)
-    state = state._replace(swapping=True, counts=counts)
-    state.write(path, files)
-    return state
 
 
 def _refuse_conflicts(state: ConversionState, path: Path, to: str, directory_count: int, fingerprint: str) -> None:
@@ -201,10 +195,6 @@ class IndexConverter(ABC):
         """Yield the ledgers of the old index in order, without the ledgers that `state` has."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Remove an unfinished index that an earlier conversion built."""
-
-    @abstractmethod
     def writer(self) -> AbstractContextManager[_DatabasePairs | _FileWriter]:
         """Return the writer of the new index, beside the old one; a resumed conversion goes on where it was."""
 
@@ -217,8 +207,13 @@ class IndexConverter(ABC):
         """Return the number of ledgers in the new index of directory `number`."""
 
     @abstractmethod
-    def building(self) -> list[Path]:
-        """Return the directories in which the new index is built."""
+    def targets(self) -> list[Path]:
+        """Return the directories that the new index is built for, as `prepare_building` takes them."""
+
+    def clear(self) -> None:
+        """Remove an unfinished index that an earlier conversion built."""
+        for target in self.targets():
+            prepare_building(target)
 
     @abstractmethod
     def swap(self, stamp: str) -> None:
@@ -239,9 +234,9 @@ class IndexConverter(ABC):
                     state = state._replace(after=source.ledger.qualified_name, number=source.number)
                     state.write(path, self._files)
             writer.sync()
-        for directory in self.building():
-            if directory.is_dir():
-                sync_tree(directory, self._files)
+        for target in self.targets():
+            if (building := target.with_name(target.name + UNFINISHED_SUFFIX)).is_dir():
+                sync_tree(building, self._files)
         return state
 
     def verify(self) -> None:
@@ -347,14 +342,13 @@ class DatabaseConverter(IndexConverter):
     def paths(self) -> dict[LedgerId, Path]:
         """Return the index file of every ledger, in id order. Raises Conflict if a ledger has two."""
         found: dict[LedgerId, Path] = {}
-        for file in BookieIndexes(self._directories).files():
-            if isinstance(file.id, LedgerId):
-                first = found.setdefault(file.id, file.path)
-                if first != file.path:
-                    raise Conflict(
-                        f"{first} and {file.path} are both the index of ledger {file.id}",
-                        hint=f"'bkctl bookie index regenerate {file.id}' merges them",
-                    )
+        for ledger, file, first in first_files(BookieIndexes(self._directories)):
+            if first != file.path:
+                raise Conflict(
+                    f"{first} and {file.path} are both the index of ledger {ledger}",
+                    hint=f"'bkctl bookie index regenerate {ledger}' merges them",
+                )
+            found[ledger] = first
         return dict(sorted(found.items()))
 
     def check(self) -> None:
@@ -401,22 +395,18 @@ class DatabaseConverter(IndexConverter):
             with LedgerIndexReader.open(path) as reader:
                 yield IndexedLedger(ledger, number, header_data(reader), self.count(number, reader.locations()))
 
-    def clear(self) -> None:
-        for storage in self.storages:
-            for name in DATABASE_NAMES:
-                prepare_building(storage.index_dir / name)
-
     def _building(self, number: int, name: str) -> Path:
         return self.storages[number].index_dir / f"{name}{UNFINISHED_SUFFIX}"
 
-    def building(self) -> list[Path]:
-        return [self._building(storage.number, name) for storage in self.storages for name in DATABASE_NAMES]
+    def targets(self) -> list[Path]:
+        return [storage.index_dir / name for storage in self.storages for name in DATABASE_NAMES]
 
-    def writer(self) -> _DatabasePairs:
-        databases = _DatabasePairs(self._building, _open_to_write)
-        for storage in self.storages:  # Apache's bookie needs both databases, even without ledgers.
-            databases.get(storage.number, False)
-        return databases
+    @contextmanager
+    def writer(self) -> Iterator[_DatabasePairs]:
+        with _DatabasePairs(self._building, _open_to_write) as databases:
+            for storage in self.storages:  # Apache's bookie needs both databases, even without ledgers.
+                databases.get(storage.number, False)
+            yield databases
 
     def verify(self) -> None:
         with self._new:
@@ -554,20 +544,17 @@ class IndexFileConverter(IndexConverter):
                             places = self.count(number, _places(locations, ledger))
                             yield IndexedLedger(ledger, number, data, places)
 
-    def clear(self) -> None:
-        for storage in self.storages:
-            prepare_building(storage.index_dir / INDEX)
-
     def _building(self, number: int) -> Path:
         return self.storages[number].index_dir / _BUILDING_NAME
 
-    def building(self) -> list[Path]:
-        return [self._building(storage.number) for storage in self.storages]
+    def targets(self) -> list[Path]:
+        return [storage.index_dir / INDEX for storage in self.storages]
 
     def writer(self) -> AbstractContextManager[_FileWriter]:
-        for directory in self.building():
+        directories = [self._building(storage.number) for storage in self.storages]
+        for directory in directories:
             directory.mkdir(DIRECTORY_MODE, exist_ok=True)
-        return nullcontext(_FileWriter(self.building(), self._files))
+        return nullcontext(_FileWriter(directories, self._files))
 
     def count_new(self, number: int) -> int:
         return sum(1 for _ in BookieDirectories(index_dirs=[self._building(number)]).indexes())
@@ -610,22 +597,19 @@ def _check_databases(path: Path, locations: Path) -> None:
                     hint=_LIMBO_HINT,
                 )
             for ledger, data in database.ledgers():
-                _check_ledger(ledger, data, path)
+                if data.limbo:
+                    raise Unsupported(
+                        f"Ledger {ledger} in {path} awaits a data integrity check (limbo), which index files cannot "
+                        "record",
+                        hint=_LIMBO_HINT,
+                    )
+                if not any(data.master_key):
+                    raise Unsupported(
+                        f"Ledger {ledger} in {path} has no master key; an index file could never get one",
+                        hint="'bkctl bookie index rebuild --ledgers --metadata-uri URI' finds it",
+                    )
     except NotFound:
         return
-
-
-def _check_ledger(ledger: LedgerId, data: LedgerData, path: Path) -> None:
-    if data.limbo:
-        raise Unsupported(
-            f"Ledger {ledger} in {path} awaits a data integrity check (limbo), which index files cannot record",
-            hint=_LIMBO_HINT,
-        )
-    if not any(data.master_key):
-        raise Unsupported(
-            f"Ledger {ledger} in {path} has no master key; an index file could never get one",
-            hint="'bkctl bookie index rebuild --ledgers --metadata-uri URI' finds it",
-        )
 
 
 def _places(locations: LocationsDatabase, ledger: LedgerId) -> Iterator[EntryPlace]:

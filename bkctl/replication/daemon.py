@@ -21,8 +21,7 @@ from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.underreplication import AuditorElection, UnderreplicationLayout
-from bkctl.replication.auditor import Auditor
-from bkctl.replication.election import AuditorElector
+from bkctl.replication.auditor import Auditor, AuditorElector
 from bkctl.replication.signals import Signal, opened
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker

@@ -7,9 +7,10 @@ areEntriesOfLedgerStoredInTheBookie), RoundRobinDistributionSchedule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
 
 
 # --- holdings ---------------------------------------------------------------------------------------------------------
+
+
+class Stripe(NamedTuple):
+    """A write set of a fragment: its bookies, and its first and last entry; None where the fragment still grows."""
+
+    fragment: LedgerFragment
+    bookies: tuple[str, ...]
+    first: int
+    last: int | None
+
+    @property
+    def entry_count(self) -> int | None:
+        return None if self.last is None else (self.last - self.first) // len(self.fragment.ensemble) + 1
 
 
 @dataclass(frozen=True)
@@ -68,23 +82,17 @@ class HeldLedger:
             return 0
         return metadata.length * self.entry_count // (metadata.last_entry_id + 1)
 
-    def stripes(self) -> Iterator[tuple[LedgerFragment, tuple[int, ...], int, int | None]]:
-        """Yield each write set with entries on the wanted bookies: fragment, ensemble indexes, first and last entry.
-
-        The last entry is None where the fragment still grows.
-        """
+    def stripes(self) -> Iterator[Stripe]:
+        """Yield each write set with entries on the wanted bookies."""
         for fragment in self.fragments:
-            size, wanted = fragment.schedule.ensemble_size, set(fragment.bookie_indexes)
+            size, wanted, first_entry_id = len(fragment.ensemble), set(fragment.bookie_indexes), fragment.first_entry_id
             for at in range(size):
                 write_set = fragment.schedule.write_set(at)
-                if wanted.isdisjoint(write_set):
-                    continue
-                first = fragment.first_entry_id + (at - fragment.first_entry_id) % size
-                last = fragment.last_entry_id
-                if not fragment.closed:
-                    yield fragment, write_set, first, None
-                elif first <= last:
-                    yield fragment, write_set, first, last - (last - at) % size
+                first = first_entry_id + (at - first_entry_id) % size
+                if not wanted.isdisjoint(write_set) and (first <= fragment.last_entry_id or not fragment.closed):
+                    last = fragment.last_entry_id - (fragment.last_entry_id - at) % size if fragment.closed else None
+                    bookies = tuple(fragment.ensemble[index] for index in write_set)
+                    yield Stripe(fragment, bookies, first, last)
 
 
 def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collection[str]) -> HeldLedger | None:
@@ -148,20 +156,15 @@ class Replacements:
 
     def __init__(self, bookies: Iterable[RegisteredBookie], leaving: Collection[str]) -> None:
         self.writable = [bookie for bookie in bookies if bookie.state == "rw" and bookie.bookie_id not in leaving]
-        self._candidates: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
+        #: Returns the bookies that could join an ensemble; with `scoped` only bookies that serve ledger scopes.
+        self.candidates = lru_cache(_CANDIDATES_MAX)(self._candidates)
 
-    def candidates(self, ensemble: tuple[str, ...], *, scoped: bool) -> tuple[str, ...]:
-        """Return the bookies that could join the ensemble; with `scoped` only bookies that serve ledger scopes."""
-        found = self._candidates.get((ensemble, scoped))
-        if found is None:
-            if len(self._candidates) >= _CANDIDATES_MAX:
-                self._candidates.clear()
-            found = self._candidates[ensemble, scoped] = tuple(
-                bookie.bookie_id
-                for bookie in self.writable
-                if bookie.bookie_id not in ensemble and (bookie.ledger_scopes or not scoped)
-            )
-        return found
+    def _candidates(self, ensemble: tuple[str, ...], *, scoped: bool) -> tuple[str, ...]:
+        return tuple(
+            bookie.bookie_id
+            for bookie in self.writable
+            if bookie.bookie_id not in ensemble and (bookie.ledger_scopes or not scoped)
+        )
 
     def problem(self, held: HeldLedger) -> str | None:
         """Return the reason why other bookies cannot take over the ledger's entries; None if they can."""
@@ -325,8 +328,8 @@ class StopSets:
                 raise held
             live = _live(self._bookies, ledger, mark_of(ledger))
             wanted = replica_count_min or max(held.metadata.ack_quorum_size, 1)
-            for fragment, write_set, _, _ in held.stripes():
-                names = frozenset(fragment.ensemble[index] for index in write_set)
+            for stripe in held.stripes():
+                names = frozenset(stripe.bookies)
                 self._write_sets.add((names, names & live, wanted))
             if held.grows:
                 last = held.fragments[-1]
@@ -374,66 +377,43 @@ class StopSets:
         return [*first, *sorted(best, key=lambda name: (racks.get(name, ""), name))]
 
 
-class _Tally:
-    """The sum of the entries of one risk, over fragments and write sets."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.last: int | None = -1
-        self.count: int | None = 0
-        self.replica_count = 0
-        self.bookies: dict[str, None] = {}
-        #: Bookies of the write sets that do not stop, and are down or lack the entries.
-        self.unavailable: dict[str, None] = {}
-
-    def add(self, first: int, last: int | None, count: int | None, live_count: int) -> None:
-        self.replica_count = live_count if self.first is None else min(self.replica_count, live_count)
-        self.first = first if self.first is None else min(self.first, first)
-        self.last = None if last is None or self.last is None else max(self.last, last)
-        self.count = None if count is None or self.count is None else self.count + count
-
-    def message(self, replica_count: int, required_count: int) -> str:
-        """Return the risk as a message: too few of `replica_count` replicas would remain."""
-        lack = "lacks them, or is down" if len(self.unavailable) == 1 else "lack them, or are down"
-        others = f"{', '.join(self.unavailable)} {lack}" if self.unavailable else ""
-        if self.replica_count == 0:
-            return f"No replica would be left{f': {others}' if others else ''}"
-        return (
-            f"Only {self.replica_count} of {replica_count} replicas would remain; {required_count} are required"
-            f"{f'; {others}' if others else ''}"
-        )
-
-
-def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: int) -> Iterator[StopProblem]:
+def _replica_risks(held: HeldLedger, live: frozenset[str], replica_count_min: int) -> Iterator[StopProblem]:
     """Yield the risks of entries that would have too few replicas if only the replicas on `live` remained."""
-    metadata = held.metadata
-    tallies = {Risk.LOST: _Tally(), Risk.UNDER_QUORUM: _Tally()}
-    for fragment, write_set, first, last in held.stripes():
-        live_count = sum(fragment.ensemble[index] in live for index in write_set)
-        if live_count >= replica_count_min:
-            continue
-        tally = tallies[Risk.UNDER_QUORUM if live_count else Risk.LOST]
-        tally.add(first, last, None if last is None else (last - first) // metadata.ensemble_size + 1, live_count)
-        tally.bookies.update(
-            dict.fromkeys(fragment.ensemble[index] for index in write_set if index in fragment.bookie_indexes)
+    found: dict[Risk, list[Stripe]] = {Risk.LOST: [], Risk.UNDER_QUORUM: []}
+    for stripe in held.stripes():
+        live_count = len(live.intersection(stripe.bookies))
+        if live_count < replica_count_min:
+            found[Risk.UNDER_QUORUM if live_count else Risk.LOST].append(stripe)
+    for risk, stripes in found.items():
+        if stripes:
+            yield _replica_risk(held, risk, stripes, live, replica_count_min)
+
+
+def _replica_risk(
+    held: HeldLedger, risk: Risk, stripes: Sequence[Stripe], live: frozenset[str], required_count: int
+) -> StopProblem:
+    """Return the risk of the entries of these write sets, of which too few replicas would remain on `live`."""
+    left = min(len(live.intersection(stripe.bookies)) for stripe in stripes)
+    lasts = [stripe.last for stripe in stripes if stripe.last is not None]
+    counts = [stripe.entry_count for stripe in stripes if stripe.entry_count is not None]
+    is_known = len(lasts) == len(stripes)
+    stopping = {each: None for stripe in stripes for each in stripe.bookies if each in stripe.fragment.bookies}
+    #: Bookies that do not stop, and are down or lack the entries.
+    away = {
+        each: None
+        for stripe in stripes
+        for each in stripe.bookies
+        if each not in stripe.fragment.bookies and each not in live
+    }
+    lack = f"{', '.join(away)} {'lacks them, or is down' if len(away) == 1 else 'lack them, or are down'}"
+    if left:
+        message = (
+            f"Only {left} of {held.metadata.write_quorum_size} replicas would remain; {required_count} are required"
         )
-        tally.unavailable.update(
-            (fragment.ensemble[index], None)
-            for index in write_set
-            if index not in fragment.bookie_indexes and fragment.ensemble[index] not in live
-        )
-    for risk, tally in tallies.items():
-        if tally.first is None:
-            continue
-        yield StopProblem(
-            held.ledger,
-            risk,
-            tally.message(metadata.write_quorum_size, replica_count_min),
-            metadata.state,
-            tally.first,
-            tally.last,
-            tally.count,
-            tally.replica_count,
-            replica_count_min,
-            tuple(tally.bookies),
-        )
+        message += f"; {lack}" if away else ""
+    else:
+        message = f"No replica would be left{f': {lack}' if away else ''}"
+    return StopProblem(
+        held.ledger, risk, message, held.metadata.state, min(stripe.first for stripe in stripes),
+        max(lasts) if is_known else None, sum(counts) if is_known else None, left, required_count, tuple(stopping),
+    )  # fmt: skip

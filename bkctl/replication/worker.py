@@ -35,12 +35,16 @@ from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationF
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck
-from bkctl.replication.ensemble_swap import LockLost
 from bkctl.replication.fragments import LedgerFragment
-from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
+from bkctl.replication.replicator import (
+    FragmentReplication,
+    LedgerFragmentReplicator,
+    LockLost,
+    Outcome,
+    misplaced_fragments,
+)
 from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import WorkerStats
-from bkctl.replication.targets import misplaced_fragments
 from bkctl.tasks import cancel_and_wait, run_to_end, run_together
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ..kit.texts import plain_lines
 from .server import BookieServerOption, Server, server
 
 if TYPE_CHECKING:
-    from bkctl.http.prometheus import Metric
+    from bkctl.http.bookie_load import Metric
 
 app = group()
 
@@ -90,7 +90,7 @@ def metrics(
 
 
 def _metrics(found: Server, match: str | None) -> list[Metric]:
-    from bkctl.http.prometheus import parse_metrics
+    from bkctl.http.bookie_load import parse_metrics
 
     metrics = parse_metrics(found.api.metrics(), f"{found.url}/metrics")
     return [metric for metric in metrics if match is None or _matches(metric.name, match)]

@@ -124,13 +124,13 @@ def rebuild_databases(
     and explicit LACs are kept where the old database, the journals or, with --metadata-uri, the metadata have them;
     --metadata-uri also leaves out ledgers that the metadata does not have.
     """
-    from bkctl.repair.rebuild import rebuild, size_to_read
+    from bkctl.repair.rebuild import rebuild
 
     if not (ledgers or locations):
         raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
     layout = _layout(run, directories)
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
-        size = size_to_read(layout, ledgers=ledgers, locations=locations)
+        size = layout.size_to_read(log_passes=ledgers + locations, journals=ledgers)
         with run.job.working(
             "Rebuilding",
             total=size,
@@ -217,7 +217,7 @@ def regenerate_files(
     or, with --metadata-uri, its metadata. Fence and explicit LAC are kept where they are known.
     """
     from bkctl.formats.entry import master_key
-    from bkctl.repair.regenerate import regenerate, size_to_read
+    from bkctl.repair.regenerate import regenerate
 
     if (which.ledgers is None) != all_ledgers:
         problem = "--all and ledgers are given" if all_ledgers else "No ledger is given"
@@ -228,7 +228,7 @@ def regenerate_files(
         _metadata(run, layout) as metadata,
         run.job.working(
             "Regenerating",
-            total=size_to_read(layout),
+            total=layout.size_to_read(),
             unit="bytes",
             left="run the command again: old files are backups",
         ) as activity,

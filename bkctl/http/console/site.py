@@ -20,8 +20,7 @@ from starlette.responses import RedirectResponse, Response
 
 from bkctl.columns import iso_time, plain
 from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.http.console.history import LoadHistory
-from bkctl.http.console.pages import PAGES, Sources
+from bkctl.http.console.pages import PAGES, LoadHistory, Sources
 
 if TYPE_CHECKING:
     from starlette.requests import Request
