@@ -304,7 +304,7 @@ WALL_CLOCK = {
     "bkctl/bookie/bookie.py": "the start of the bookie, which is shown",
     "bkctl/bookie/garbage_collector.py": "last compactions, which are shown",
     "bkctl/client/ledger_survey.py": "the time of a survey, and ages of ledgers",
-    "bkctl/http/bookie_health.py": "the clock of a bookie beside the one here",
+    "bkctl/http/bookie_load.py": "the clock of a bookie beside the one here",
     "bkctl/http/bundle.py": "the time of a file in a bundle",
     "bkctl/replication/worker.py": "the time of a failure, which is published",
     "bkctl/bookie/reads.py": "the time of an update, in the protocol",

@@ -334,18 +334,20 @@ class IndexRowsReader:
         except BkctlError as error:
             self._counts.note_error(error)
             return
-        without_ledger: dict[LedgerId, int] = {}
+        counts: dict[LedgerId, int] = {}
         try:
             for ledger, locations, entries in self._location_groups(pair.locations):
                 number = rows.numbers.find(ledger)
                 if number is not None:
                     self._add(rows, ledger, number, locations, entries)
                 elif ledger in self._selection:
-                    without_ledger[ledger] = without_ledger.get(ledger, 0) + len(entries)
+                    counts[ledger] = counts.get(ledger, 0) + len(entries)
         except BkctlError as error:
             self._counts.note_error(error)
-        if without_ledger:
-            yield from self._without_ledger(without_ledger, pair.locations.path)
+        path = pair.locations.path
+        for ledger in still_without_ledger(self._directories, path, counts) if counts else ():
+            reason = f"{counts[ledger]:,} locations of a ledger that is not in the ledgers database: probably deleted"
+            yield Finding(FindingKind.NO_LEDGER, path, reason, ledger)
 
     def _location_groups(self, database: LocationsDatabase) -> Iterator[tuple[LedgerId, Column, Column]]:
         """Yield (ledger, locations, entry ids), ledger by ledger; a large ledger in several parts."""
@@ -374,13 +376,8 @@ class IndexRowsReader:
             if ledger.is_scoped == database.scoped:
                 yield from database.batches_of(ledger, count=BATCH_ITEMS)
 
-    def _without_ledger(self, counts: dict[LedgerId, int], path: Path) -> Iterator[Finding]:
-        for ledger in without_ledger(self._directories, path, counts):
-            reason = f"{counts[ledger]:,} locations of a ledger that is not in the ledgers database: probably deleted"
-            yield Finding(FindingKind.NO_LEDGER, path, reason, ledger)
 
-
-def without_ledger(directories: BookieDirectories, path: Path, ledgers: Collection[LedgerId]) -> list[LedgerId]:
+def still_without_ledger(directories: BookieDirectories, path: Path, ledgers: Collection[LedgerId]) -> list[LedgerId]:
     """Return the ledgers of which the database of locations `path` has locations, and that still have no ledger.
 
     A running bookie writes locations before their ledger, so the databases are opened once more.

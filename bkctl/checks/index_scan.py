@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
-from bkctl.checks.index_rows import first_files, without_ledger
+from bkctl.checks.index_rows import first_files, still_without_ledger
 from bkctl.checks.recheck import Recheck
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
@@ -216,7 +216,7 @@ class IndexScan:
                 last = ledger
                 if known is None or ledger in known:
                     with_entries += 1
-                elif without_ledger(self._directories, path, [ledger]):
+                elif still_without_ledger(self._directories, path, [ledger]):
                     reason = "locations of a ledger that is not in the ledgers database: probably deleted"
                     yield Finding(FindingKind.NO_LEDGER, path, reason, ledger)
         if known is not None:

@@ -18,7 +18,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -358,8 +358,13 @@ class DatabaseConverter(IndexConverter):
         for storage in self.storages:
             _refuse_links(storage.index_dir)
         for storage in self.storages:
-            for name in ("ledgers", "scoped-ledgers"):
-                _refuse_ledgers(storage.index_dir / name, f"{storage.index_dir} also has index files")
+            for path in (storage.index_dir / "ledgers", storage.index_dir / "scoped-ledgers"):
+                with suppress(NotFound), LedgersDatabase.open(path) as database:
+                    if count := sum(1 for _ in database.ledgers()):
+                        raise Conflict(
+                            f"{path} has {count:,} ledgers, and {storage.index_dir} also has index files",
+                            hint="keep one of the two, move the other away",
+                        )
         if len(self.storages) > 1:
             self._check_log_directories()
 
@@ -452,17 +457,6 @@ def _refuse_links(current: Path) -> None:
                 f"{entry.path} is a symbolic link and cannot be renamed to a backup",
                 hint="replace the link by the directory that it points to",
             )
-
-
-def _refuse_ledgers(path: Path, problem: str) -> None:
-    """Raise Conflict if a database has a ledger."""
-    try:
-        with LedgersDatabase.open(path) as database:
-            count = sum(1 for _ in database.ledgers())
-    except NotFound:
-        return
-    if count:
-        raise Conflict(f"{path} has {count:,} ledgers, and {problem}", hint="keep one of the two, move the other away")
 
 
 # --- databases to index files ---
@@ -571,7 +565,8 @@ class IndexFileConverter(IndexConverter):
             current, building = storage.index_dir, self._building(storage.number)
             if building.is_dir():
                 for level in _levels_in(building):
-                    _remove_empty(current / level)
+                    for place, _, _ in os.walk(current / level, topdown=False):
+                        os.rmdir(place)  # nothing but directories: an empty tree may be left
                     self.rename(building / level, current / level)
                 building.rmdir()
             for name in reversed(DATABASE_NAMES):
@@ -618,10 +613,3 @@ def _places(locations: LocationsDatabase, ledger: LedgerId) -> Iterator[EntryPla
             raise Unsupported(f"Ledger {ledger} has entry {entry_id}: index files end at entry {ENTRY_ID_MAX}")
         if location:
             yield entry_id, location
-
-
-def _remove_empty(directory: Path) -> None:
-    """Remove a tree that contains nothing but directories."""
-    if directory.is_dir():
-        for place, _, _ in os.walk(directory, topdown=False):
-            os.rmdir(place)

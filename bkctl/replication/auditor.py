@@ -131,7 +131,7 @@ class Auditor:
         self._lost = LostBookies(known, delay_s)
         config, checks = self.config, self.checks
         interval_s = config.auditor_periodic_bookie_check_interval
-        self._periodic = [_PeriodicCheck(self._check_bookies, interval_s, time.monotonic())]
+        self._periodic = [_PeriodicCheck(self._audit, interval_s, time.monotonic())]
         placement_interval_s = config.auditor_periodic_placement_policy_check_interval
         for check, interval_s, run in (
             (AuditorCheck.ALL_LEDGERS, config.auditor_periodic_check_interval, checks.check_all_ledgers),
@@ -184,13 +184,9 @@ class Auditor:
                 else:
                     await check.run()
 
-    async def _check_bookies(self) -> None:
-        self._audit_is_due = True
-        await self._audit()
-
     async def _audit(self) -> None:
         """Mark the ledgers of lost bookies; an interrupted audit stays due."""
-        is_whole = True
+        self._audit_is_due = is_whole = True
 
         def may_continue() -> bool:
             nonlocal is_whole
@@ -283,11 +279,7 @@ class AuditorElector:
         auditing = asyncio.ensure_future(self.audit())
         try:
             while await self._holds(vote, changed):
-                waiting = asyncio.ensure_future(changed.wait(LOOK_AGAIN_S))
-                try:
-                    await asyncio.wait([waiting, auditing], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    await cancel_and_wait(waiting)
+                await changed.wait(LOOK_AGAIN_S, auditing)
                 if auditing.done():
                     await auditing
                     return

@@ -36,14 +36,16 @@ from bkctl.metadata.cluster import COOKIES
 from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.pace import Pace
 from bkctl.replication.fragments import EntrySpan, spans_text
-from bkctl.replication.holdings import HeldLedger, is_covered, ledgers_on
-from bkctl.replication.move_plan import (
+from bkctl.replication.holdings import (
+    HeldLedger,
     LedgerMove,
     MoveOutcome,
     MovePlan,
     MoveProgress,
     PlannedFragment,
     check_scopes_known,
+    is_covered,
+    ledgers_on,
     left_open,
 )
 from bkctl.replication.replica_reads import LostEntryFinder, UnreadableSpans
@@ -317,7 +319,8 @@ class MoveQueue:
             while True:
                 if self.pace.is_paused:
                     await self._pause()
-                self._retry_locked()
+                while self._locked and len(self._running) < CONCURRENCY and self._locked[0].due_s <= time.monotonic():
+                    self._start(heappop(self._locked), None)
                 while len(self._running) < CONCURRENCY:
                     if not self._read:
                         self._read.extend(await ahead)
@@ -340,10 +343,6 @@ class MoveQueue:
     def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
         batch = list(islice(self.waiting, CONCURRENCY))
         return asyncio.create_task(asyncio.to_thread(lambda: list(self.cluster.ledgers.read_many(batch))))
-
-    def _retry_locked(self) -> None:
-        while self._locked and len(self._running) < CONCURRENCY and self._locked[0].due_s <= time.monotonic():
-            self._start(heappop(self._locked), None)
 
     async def _pause(self) -> None:
         """End the running moves, and wait for the end of the pause; the moves without a result come first then."""

@@ -334,7 +334,8 @@ class EnsembleSwap(NamedTuple):
             return metadata, {}
         if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
             raise UnclosedFragment(f"Ledger {self.ledger} is open, and its last fragment may still grow")
-        if _end_of(metadata, fragment.first_entry_id) > fragment.last_entry_id:
+        firsts = [each.first_entry_id for each in metadata.ensembles if each.first_entry_id > fragment.first_entry_id]
+        if (firsts[0] - 1 if firsts else metadata.last_entry_id) > fragment.last_entry_id:
             return metadata, {}  # The fragment has entries now that were not copied.
         moved = {at: target for at, target in self.moved.items() if present[at] == fragment.ensemble[at]}
         # A target may be in the ensemble only at an index that it leaves in the same swap.
@@ -423,12 +424,6 @@ def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool
         and now.ensemble_size == then.ensemble_size
         and now.write_quorum_size == then.write_quorum_size
     )
-
-
-def _end_of(metadata: LedgerMetadata, first_entry_id: int) -> int:
-    """Return the last entry of the fragment that begins with that entry, which another follows or a close ended."""
-    following = (fragment.first_entry_id for fragment in metadata.ensembles if fragment.first_entry_id > first_entry_id)
-    return next(following, metadata.last_entry_id + 1) - 1
 
 
 def ensemble_at(metadata: LedgerMetadata, first_entry_id: int) -> tuple[str, ...] | None:

@@ -61,6 +61,14 @@ class WorkerStats:
     rereplicate_failed_count: int = 0
     exceptions: Counter[str] = field(default_factory=Counter)
 
+    def entry_read(self, size_bytes: int) -> None:
+        self.num_entries_read += 1
+        self.num_bytes_read.observe(size_bytes)
+
+    def entries_written(self, entry_count: int, size_bytes: int) -> None:
+        self.num_entries_written += entry_count
+        self.num_bytes_written.observe(size_bytes)
+
 
 class Sample(NamedTuple):
     """A value for /metrics: `kind` is `counter`, `gauge`, or `summary` with a Summary."""

@@ -14,7 +14,7 @@ from ..kit.texts import counted, size_text, time_text
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
-    from bkctl.replication.move_plan import MovePlan, MoveProgress
+    from bkctl.replication.holdings import MovePlan, MoveProgress
 
 #: Between two looks at how far the work is.
 _REFRESH_S: Final = 0.2

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
     from bkctl.replication.fragments import LedgerFragment
-    from bkctl.replication.holdings import HeldLedger
-    from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
+    from bkctl.replication.holdings import HeldLedger, LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
     from bkctl.replication.resume import ResumeFile
 
     from ..kit.activity import Activity
@@ -87,7 +86,7 @@ def _held_row(held: HeldLedger, fragment: LedgerFragment, **more: Any) -> Fragme
 
 
 def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
-    from bkctl.replication.move_plan import PlannedFragment
+    from bkctl.replication.holdings import PlannedFragment
 
     if not isinstance(planned, PlannedFragment):
         state = None if planned.state is None else planned.state.name
@@ -99,14 +98,14 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
 
 
 def _moved_columns() -> Columns:
-    from bkctl.replication.move_plan import MovePlan
+    from bkctl.replication.holdings import MovePlan
 
     return move_columns(MovePlan())
 
 
 def move_columns(plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
-    from bkctl.replication.move_plan import MoveOutcome
+    from bkctl.replication.holdings import MoveOutcome
 
     return Columns(
         Column("LEDGER".ljust(ledger_width(plan)), "ledger", "ledger", Kind.LEDGER),
@@ -209,7 +208,7 @@ class _Recovery:
 
     def plan(self, ids: list[LedgerId] | None) -> MovePlan:
         """Return the ledgers to move, once the user agrees."""
-        from bkctl.replication.move_plan import check_scopes_known, plan_move
+        from bkctl.replication.holdings import check_scopes_known, plan_move
 
         names, cluster = self._names, self._cluster
         with self._run.job.working("Looking at the ledgers"):
@@ -254,7 +253,7 @@ class _Recovery:
         self, cluster: Cluster, plan: MovePlan, done: ResumeFile | None, activity: Activity, writer: RowWriter
     ) -> None:
         from bkctl.replication.bookie_mover import BookieMover
-        from bkctl.replication.move_plan import MoveOutcome
+        from bkctl.replication.holdings import MoveOutcome
 
         run, outcomes = self._run, self._outcomes
         async with run.access.bookkeeper(cluster) as bookkeeper:
@@ -278,7 +277,7 @@ class _Recovery:
 
     def _report(self, plan: MovePlan) -> None:
         """Report the ledgers that were not moved, and the cookies that stay, as findings."""
-        from bkctl.replication.move_plan import MoveOutcome
+        from bkctl.replication.holdings import MoveOutcome
 
         out, kept = self._run.out, self._kept_count
         out.error(*(f"Ledger {ledger} was skipped: {problem}" for ledger, problem in plan.damaged.items()))
@@ -338,7 +337,7 @@ def _show_plan(
     run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool
 ) -> None:
     from bkctl.replication.bookie_mover import BookieMover
-    from bkctl.replication.move_plan import MoveOutcome, PlannedFragment
+    from bkctl.replication.holdings import MoveOutcome, PlannedFragment
 
     count = problem_count = 0
 

@@ -23,7 +23,7 @@ from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest,
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.fragments import FaultReason
-from bkctl.replication.move_plan import plan_move
+from bkctl.replication.holdings import plan_move
 from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome
 
 
