@@ -1,4 +1,4 @@
-"""The load of a cluster's bookies, read from their HTTP servers: requests, latencies, journals, disks, collections.
+"""The load and health of bookies by their HTTP servers: requests, latencies, journals, disks, collections, findings.
 
 Apache's bookies and ours publish the same metrics. Source: BookKeeperServerStats, BookieStats, JournalStats,
 GarbageCollectorStats, PrometheusTextFormat.
@@ -337,6 +337,8 @@ def _rates(before: BookieReading | None, now: BookieReading | None) -> LoadCount
     )  # fmt: skip
 
 
+# --- Prometheus' text format -----------------------------------------------------------------------------------------
+
 _SAMPLE: Final = re.compile(
     r"([a-zA-Z_:][\w:.-]*)[ \t]*(?:\{(.*)\}[ \t]*|[ \t])([^\s{}]+)(?:[ \t]+-?\d+)?[ \t]*", re.ASCII
 )
@@ -393,6 +395,8 @@ def _labels(text: str) -> dict[str, str]:
         at = match.end()
     return labels
 
+
+# --- health ----------------------------------------------------------------------------------------------------------
 
 #: A certificate that expires sooner is a finding.
 CERTIFICATE_DAYS_MIN: Final = 14

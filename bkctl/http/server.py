@@ -1,9 +1,9 @@
 """The HTTP server: its address, tokens and TLS, and uvicorn in a thread with its own event loop.
 
-Clients are not trusted: connections, idle and stalled times are bounded.
-The bookie's work and the API's do not wait for each other. A server without a token or client certificates serves more
-than probes on loopback only, and creates a token for this user's commands. TLS uses PEM files under Apache's keys:
-`httpServerKeyStorePath` has the private key and the certificate.
+Clients are not trusted: connections, idle and stalled times are bounded. The bookie's work and the API's do not wait
+for each other. A server without a token or client certificates serves more than probes on loopback only, and creates a
+token for this user's commands. TLS uses PEM files under Apache's keys: `httpServerKeyStorePath` has the private key and
+the certificate.
 """
 
 from __future__ import annotations

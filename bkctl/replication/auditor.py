@@ -2,8 +2,8 @@
 
 One auditor is elected for scope 0, by Apache's own votes, so it is one of Apache's or of ours; another one for all
 scopes ≠ 0, which Apache's auditors do not see. An auditor marks ledgers of lost bookies (after the lost-bookie recovery
-delay), and checks every ledger periodically. Source: Auditor, AuditorElector,
-AuditorBookieCheckTask.
+delay), and checks every ledger periodically. Source: Auditor, AuditorElector, AuditorBookieCheckTask,
+AuditorCheckAllLedgersTask, AuditorPlacementPolicyCheckTask, AuditorReplicasCheckTask.
 """
 
 from __future__ import annotations
@@ -305,6 +305,8 @@ def _withdraw(vote: Claim) -> None:
     with contextlib.suppress(BkctlError):  # the end of the session withdraws it
         vote.release()
 
+
+# --- the periodic checks of all ledgers --------------------------------------------------------------------------
 
 #: Entries of one ledger that are compared, beyond one of each write set between borders of the bookies' lists.
 STEPS_MAX: Final = 1 << 22

@@ -255,6 +255,8 @@ class BookieMover:
         return await asyncio.to_thread(delete)
 
 
+# --- the moves of many ledgers -----------------------------------------------------------------------------------
+
 #: Attempts to move a ledger whose ensembles other clients change meanwhile.
 _ATTEMPT_COUNT_MAX: Final = 3
 #: Ledgers that are moved at once; so many wait for the metadata store together.
@@ -285,7 +287,14 @@ class _Attempt(NamedTuple):
 
 @dataclass(eq=False)
 class MoveQueue:
-    """Moves ledgers off the bookies `leaving`, up to CONCURRENCY at once, unless `pace` is paused.
+    """Moves ledgers off the bookies `leaving`, up to CONCURRENCY at once, each under its auto-recovery lock.
+
+        waiting → metadata read ahead → running → result
+                                      ↖         ↙
+                                        locked
+
+    A ledger that another worker has locked is retried. A pause ends the moves that are running, so that no ledger stays
+    locked, and repeats them afterwards. Fragments that were copied by then are not copied again.
 
     `report` gets a message when only locked ledgers are left; `skip_open` and `fence` are BookieMover's.
     """

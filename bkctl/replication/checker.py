@@ -296,6 +296,9 @@ async def _last_add_confirmed(access: LedgerAccess) -> tuple[int, BkctlError | N
         return INVALID_ENTRY_ID, error
 
 
+# --- places of replicas ----------------------------------------------------------------------------------------------
+
+
 class PlaceRow(NamedTuple):
     """A replica's place and its ledger; `entry_id` is the requested entry, `fault` the finding of a check.
 

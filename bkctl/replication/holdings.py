@@ -1,4 +1,4 @@
-"""Finds what bookies hold by the ledgers' metadata, in every scope, and what would be lost if they stopped.
+"""Contents of bookies by the ledgers' metadata, in every scope: what would be lost without them, and what is to move.
 
 No bookie is asked. Source: BookieLedgerIndexer, BookKeeperAdmin (getLedgersContainBookies,
 areEntriesOfLedgerStoredInTheBookie), RoundRobinDistributionSchedule.
@@ -418,6 +418,9 @@ def _replica_risk(
         held.ledger, risk, message, held.metadata.state, min(stripe.first for stripe in stripes),
         max(lasts) if is_known else None, sum(counts) if is_known else None, left, required_count, tuple(stopping),
     )  # fmt: skip
+
+
+# --- plans of moves --------------------------------------------------------------------------------------------------
 
 
 class MoveOutcome(StrEnum):

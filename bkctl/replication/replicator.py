@@ -297,6 +297,8 @@ class LedgerFragmentReplicator:
         return copy.unreadable
 
 
+# --- swaps of bookies in the metadata ----------------------------------------------------------------------------
+
 #: A ledger's current metadata, and the bookies that a swap replaced in it, by bookie that left.
 Swapped: TypeAlias = "tuple[VersionedMetadata, dict[str, str]]"
 
@@ -355,7 +357,7 @@ class EnsembleSwap(NamedTuple):
 
 
 class EnsembleSwapper:
-    """Swaps bookies in the metadata of many ledgers in few calls to the store."""
+    """Swaps bookies in the metadata of many ledgers in few calls to the store. Source: MetadataUpdateLoop."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -431,6 +433,8 @@ def ensemble_at(metadata: LedgerMetadata, first_entry_id: int) -> tuple[str, ...
     ensembles = (fragment.bookies for fragment in metadata.ensembles if fragment.first_entry_id == first_entry_id)
     return next(ensembles, None)
 
+
+# --- targets -----------------------------------------------------------------------------------------------------
 
 #: The largest age of the list of registered bookies; a target that is gone by then fails, and another one is chosen.
 REGISTERED_AGE_S: Final = 1.0

@@ -272,6 +272,8 @@ PAGES: Final[Mapping[str, ConsolePage]] = {
 
 log: Final = logging.getLogger("bkctl.http")
 
+# --- the load of the last hour ---------------------------------------------------------------------------------------
+
 INTERVAL_S: Final = 30.0
 LOOKS_MAX: Final = 120
 #: Without a page view for so long, the bookies are not asked any more.
@@ -287,7 +289,7 @@ class LoadAt(NamedTuple):
 
 
 class LoadHistory:
-    """The looks of the last hour, the oldest first; `problem` says why the last one failed."""
+    """The looks of the last hour, taken while pages are viewed, the oldest first; `problem` is that of the last one."""
 
     def __init__(self, service: Service, upstream: Upstream) -> None:
         self.looks: deque[LoadAt] = deque(maxlen=LOOKS_MAX)
