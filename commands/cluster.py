@@ -27,7 +27,7 @@ from .local import down, up
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.bookie_health import BookieVitals
+    from bkctl.http.bookie_load import BookieVitals
     from bkctl.http.client import ApiClient
     from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -221,7 +221,7 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     from bkctl.client.disk_space import disk_findings
     from bkctl.client.ledger_survey import LedgerSurvey, published_survey, survey_ledgers
     from bkctl.client.racks import rack_findings
-    from bkctl.http.bookie_health import full_bookies, vitals_findings, without_moved
+    from bkctl.http.bookie_load import full_bookies, vitals_findings, without_moved
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.underreplication import LedgerMarks
 
@@ -294,7 +294,7 @@ def metrics_api(run: Run, bookie: RegisteredBookie) -> BookieApi:
 
 def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
     """Return what the HTTP servers of bookies say of their health."""
-    from bkctl.http.bookie_health import cluster_vitals
+    from bkctl.http.bookie_load import cluster_vitals
 
     return cluster_vitals(
         bookies, partial(_metrics_client, run), wait_s=metrics_wait_s(run), host_of=run.access.bookie_host

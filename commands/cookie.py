@@ -304,8 +304,7 @@ def delete(
 
 def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
     """Raise Conflict while metadata names one of the bookies, or may: what is cut off may have named it."""
-    from bkctl.replication.holdings import Risk, ledgers_on, ok_to_stop
-    from bkctl.replication.move_plan import check_scopes_known
+    from bkctl.replication.holdings import Risk, check_scopes_known, ledgers_on, ok_to_stop
 
     check_scopes_known(cluster)
     unreadable = ledgers = entries = 0

@@ -2,7 +2,7 @@
 
 Each entry of an index must point at the record of that entry. Each record of a log must be in the index of its ledger,
 if the ledger has one. The check reads the index first, as rows of locations sorted in bounded memory
-(`location_rows`), then each log once, front to back, window by window beside the rows that point into it.
+(`index_rows`), then each log once, front to back, window by window beside the rows that point into it.
 
 A running bookie adds, compacts and deletes meanwhile. So a contradiction is confirmed in the index as it is then, and
 entries that a restart would replay from the journals do not count (`recheck`).
@@ -13,37 +13,89 @@ Source: InterleavedLedgerStorage.localConsistencyCheck; DbLedgerStorage has none
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
-from bkctl.checks.index_rows import EntrySelection, IndexRowsReader
-from bkctl.checks.indexed_logs import IndexedLogs, list_indexed_logs
-from bkctl.checks.location_rows import LedgerNumbers, LocationRows
-from bkctl.checks.log_records import LogWindow, RecordLookup, digest_reason
-from bkctl.checks.recheck import Recheck
+from bkctl.checks.index_rows import (
+    EntrySelection,
+    IndexedLogs,
+    IndexRowsReader,
+    LedgerNumbers,
+    LocationRows,
+    list_indexed_logs,
+)
+from bkctl.checks.recheck import Recheck, RecordLookup, digest_reason
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes
+from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry_log import log_id_of, pack_location
+from bkctl.formats.record import RecordType
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.pace import Pace
 
 if TYPE_CHECKING:
-    from bkctl.checks.location_rows import Columns
-    from bkctl.checks.unflushed import EntryKey
+    from bkctl.checks.index_rows import Columns
+    from bkctl.checks.recheck import EntryKey
+
+#: Records of a log that are compared with the index together.
+WINDOW_RECORDS: Final = 1 << 17
+#: The number of a ledger that the index does not have: it matches no row.
+_UNKNOWN_LEDGER: Final = U64_MAX
 
 
+class LogWindow:
+    """Consecutive entries of a log, as columns; `mismatched` are the locations of entries that fail their digest."""
+
+    def __init__(self, base: int, numbers: LedgerNumbers) -> None:
+        self._base, self._numbers = base, numbers
+        self.locations: list[int] = []
+        self.entries: list[int] = []
+        self.sizes: list[int] = []
+        self.ledgers: list[LedgerId] = []
+        self.mismatched: list[int] = []
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.locations)
+
+    def add(self, batch: RecordBatch, digests: DigestChecker | None, where: str) -> None:
+        """Add a batch of records of the file `where`; skip a record that is not a whole entry."""
+        record = batch.record
+        if record is not None and (record.type is not RecordType.ENTRY or record.last_add_confirmed is None):
+            return
+        start = self._base + 4
+        self.locations.extend([start + offset for offset in batch.offsets])
+        self.entries.extend(batch.entry_ids)
+        self.sizes.extend(batch.sizes)
+        self.ledgers.extend(batch.ledgers)
+        self.size_bytes += sum(batch.sizes) + 4 * len(batch)
+        if digests is not None:
+            self.mismatched.extend(start + mismatch.offset for mismatch in digests.check_batch(batch, where))
+
+    def columns(self) -> Columns:
+        """Return locations, entry ids and ledger numbers."""
+        import numpy as np
+
+        find = self._numbers.find
+        found = {ledger: find(ledger) for ledger in set(self.ledgers)}
+        numbers = {ledger: _UNKNOWN_LEDGER if number is None else number for ledger, number in found.items()}
+        numbered = np.array([numbers[ledger] for ledger in self.ledgers], np.uint64)
+        return np.array(self.locations, np.uint64), np.array(self.entries, np.uint64), numbered
+
+
+@dataclass
 class _UnindexedLedger:
     """The entries of a ledger without an index, and the first log that has some."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries = 0
-        self.size_bytes = 0
+    path: Path
+    entries: int = 0
+    size_bytes: int = 0
 
 
 class IndexCheck:
@@ -107,9 +159,8 @@ class IndexCheck:
             path = Path(mismatch.where)
             location = pack_location(log_id_of(path.name) or 0, mismatch.offset + 4)
             if mismatch.ledger in self._selection:
-                yield Finding(
-                    FindingKind.DIGEST, mismatch.ledger, mismatch.entry_id, location, path, digest_reason(mismatch)
-                )
+                reason = digest_reason(mismatch)
+                yield Finding(FindingKind.DIGEST, path, reason, mismatch.ledger, mismatch.entry_id, location)
 
     def _unindexed_ledgers(self) -> Iterator[Finding]:
         if not self._unindexed:
@@ -178,9 +229,9 @@ class IndexCheck:
                 try:
                     for batch in reader.batches():
                         window.add(batch, self._digests, str(path))
-                        if window.is_full:
+                        if len(window) >= WINDOW_RECORDS:
                             yield from self._compare(logs, path, window, rows, at)
-                            at = window.last_location + 1
+                            at = window.locations[-1] + 1
                             window = LogWindow(base, rows.numbers)
                 finally:
                     good_end = reader.position
@@ -190,7 +241,7 @@ class IndexCheck:
             damage = error
         if len(window):
             yield from self._compare(logs, path, window, rows, at)
-            at = window.last_location + 1
+            at = window.locations[-1] + 1
         rest = self._recheck_rows(logs, rows.windows(at, pack_location(log_id + 1, 0) - 1), rows.numbers)
         if damage is not None and path.exists():
             rest = _merge_damage(damage, path, good_end, rest)
@@ -206,7 +257,7 @@ class IndexCheck:
         self.counts.records += len(window)
         locations, entries, numbers = window.columns()
         is_indexed = np.zeros(len(locations), bool)
-        for expected, expected_entries, expected_numbers in rows.windows(first, window.last_location):
+        for expected, expected_entries, expected_numbers in rows.windows(first, window.locations[-1]):
             places = np.searchsorted(locations, expected)
             places[places == len(locations)] = 0
             fits = (
@@ -272,5 +323,5 @@ def _merge_damage(damage: BkctlError, path: Path, good_end: int, findings: Itera
     reason = str(damage)
     if lost:
         reason = f"{damage.message}; {lost:,} entries of {len(ledgers):,} ledgers that the index has there are lost"
-    yield Finding(FindingKind.LOG_DAMAGED, None, None, None, path, reason)
+    yield Finding(FindingKind.LOG_DAMAGED, path, reason)
     yield from kept

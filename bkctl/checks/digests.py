@@ -179,7 +179,8 @@ class DigestChecker:
             if digest_type is None:
                 self._unprotected += 1
                 return None
-            digest: _Digest | None = self._scoped_digest(ledger, digest_type)
+            key = ledger, digest_type
+            digest: _Digest | None = self._scoped.get(key) or self._scoped.setdefault(key, self._digest(*key))
         else:
             header_size = HEADER_SIZE_V1
             state = self._ledgers.get(ledger) or self._new_ledger(ledger)
@@ -221,21 +222,12 @@ class DigestChecker:
         self._ledgers[ledger] = state
         return state
 
-    def _scoped_digest(self, ledger: LedgerId, digest_type: DigestType) -> _Digest:
-        key = ledger, digest_type
-        if key not in self._scoped:
-            self._scoped[key] = self._digest(ledger, digest_type)
-        return self._scoped[key]
-
     def _digest(self, ledger: LedgerId, digest_type: DigestType) -> _Digest:
         if digest_type is not DigestType.HMAC:
             return _Digest(digest_function(digest_type))
-        password = self._password_for(ledger)
-        return _Digest(digest_function(digest_type, password or b""), password is not None)
-
-    def _password_for(self, ledger: LedgerId) -> bytes | None:
         password = None if self._password_of is None else self._password_of(ledger)
-        return self._password if password is None else password
+        password = self._password if password is None else password
+        return _Digest(digest_function(digest_type, password or b""), password is not None)
 
 
 def _matches(body: bytes, header_size: int, digest_type: DigestType, digest: Callable[[bytes, Buffer], bytes]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -68,11 +69,11 @@ class Finding(NamedTuple):
     """A contradiction in an index or a log; `path` is the file or database that has it."""
 
     kind: FindingKind
-    ledger: LedgerId | None
-    entry_id: int | None
-    location: int | None
     path: Path
     reason: str
+    ledger: LedgerId | None = None
+    entry_id: int | None = None
+    location: int | None = None
     #: The ledger was deleted, so that the finding is a note.
     is_deleted: bool = False
 
@@ -108,7 +109,7 @@ def unindexed_findings(
         is_deleted = find_deleted is None or ledger in deleted
         state = "it was deleted" if ledger in deleted else "its index is lost, unless the ledger was deleted"
         reason = f"{size} of a ledger without an index: {state}"
-        yield Finding(FindingKind.UNINDEXED, ledger, None, None, path, reason, is_deleted)
+        yield Finding(FindingKind.UNINDEXED, path, reason, ledger, is_deleted=is_deleted)
 
 
 def as_damage(error: BkctlError) -> BkctlError:
@@ -118,27 +119,27 @@ def as_damage(error: BkctlError) -> BkctlError:
     return Corrupt(error.message, hint=error.hint)
 
 
+@dataclass(eq=False)
 class Counts:
     """The numbers of a check. `errors` are the indexes that could not be read; the check continued with the others."""
 
-    def __init__(self) -> None:
-        self.ledgers = 0
-        self.entries = 0
-        self.logs = 0
-        #: Records of logs that were compared with the index.
-        self.records = 0
-        self.bytes_read = 0
-        #: Entries that may be in the journals only: the bookie runs, or was killed.
-        self.not_flushed = 0
-        #: Ledgers without entries, and fenced ledgers (counted by a check of the indexes alone).
-        self.empty_ledgers = 0
-        self.fenced_ledgers = 0
-        #: Records whose entry is indexed at another copy, after a compaction or a journal replay.
-        self.copies = 0
-        self.findings = 0
-        self.notes = 0
-        self.errors: list[BkctlError] = []
-        self.error_count = 0
+    ledgers: int = 0
+    entries: int = 0
+    logs: int = 0
+    #: Records of logs that were compared with the index.
+    records: int = 0
+    bytes_read: int = 0
+    #: Entries that may be in the journals only: the bookie runs, or was killed.
+    not_flushed: int = 0
+    #: Ledgers without entries, and fenced ledgers (counted by a check of the indexes alone).
+    empty_ledgers: int = 0
+    fenced_ledgers: int = 0
+    #: Records whose entry is indexed at another copy, after a compaction or a journal replay.
+    copies: int = 0
+    findings: int = 0
+    notes: int = 0
+    errors: list[BkctlError] = field(default_factory=list)
+    error_count: int = 0
 
     def note_error(self, error: BkctlError) -> None:
         """Count an error, and keep it while there are fewer than ERRORS_MAX."""

@@ -1,27 +1,260 @@
-"""The indexes of a bookie, read as rows of locations: from index files, or from the databases of DbLedgerStorage."""
+"""The indexes of a bookie as rows of locations, sorted in bounded memory, and the entry logs that they point into.
+
+The rows come from index files, or from the databases of DbLedgerStorage. A check reads them beside the logs. Needs
+NumPy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.checks.findings import Counts, Finding, FindingKind
-from bkctl.checks.indexed_logs import IndexedLogs
-from bkctl.checks.location_rows import LocationRows, choose_sample
-from bkctl.errors import BkctlError, NotFound
-from bkctl.files.directories import BookieDirectories
+from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories, BookieFile, current_of
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
 from bkctl.files.rocksdb import LocationsDatabase
+from bkctl.formats.entry_log import file_name, log_id_of
 from bkctl.formats.index import SLOT_SIZE, read_location, read_location_key
-from bkctl.ids import LedgerId
+from bkctl.formats.names import SCOPED_DIRECTORY
+from bkctl.ids import U64_MAX, LedgerId
 
 if TYPE_CHECKING:
-    from bkctl.checks.location_rows import Column
+    import numpy as np
+    from numpy.typing import NDArray
 
+    Column = NDArray[np.uint64]
+    Columns = tuple[Column, Column, Column]
+
+#: Rows that are sorted together in memory; a larger index is sorted run by run in a temporary file.
+RUN_ROWS: Final = 1 << 20
 #: Items of a database that are parsed together.
 BATCH_ITEMS: Final = 1 << 17
+
+
+# --- entry logs ---
+
+
+class IndexedLogs:
+    """Entry logs that share one id space, and the index that points into them.
+
+    `databases` is None for index files. `searched` is True if the logs are searched for entries without an index; each
+    log is searched once.
+    """
+
+    def __init__(
+        self, currents: Iterable[Path], *, scoped: bool, databases: IndexDatabases | None, searched: bool = True
+    ) -> None:
+        self.scoped, self.databases = scoped, databases
+        self.searched = searched
+        self._directories = [current / SCOPED_DIRECTORY if scoped else current for current in currents]
+
+    def paths(self) -> dict[int, Path]:
+        """Return the present logs by id."""
+        found: dict[int, Path] = {}
+        for directory in self._directories:
+            with suppress(OSError):
+                for path in directory.iterdir():
+                    if (log_id := log_id_of(path.name)) is not None:
+                        found.setdefault(log_id, path)
+        return found
+
+    def missing_path(self, log_id: int) -> Path:
+        """Return the path that a missing log would have."""
+        return self._directories[0] / file_name(log_id)
+
+
+def list_indexed_logs(directories: BookieDirectories, indexes: BookieIndexes, counts: Counts) -> list[IndexedLogs]:
+    """Return the logs of each pair of databases, then the logs of the index files, scope 0 before scoped.
+
+    Databases that cannot be opened are noted in `counts`. Raises UsageError if the logs of a database are ambiguous.
+    """
+    currents = list(dict.fromkeys(map(current_of, directories.ledger_dirs)))
+    pairs = indexes.databases()
+    for error in indexes.problems:
+        counts.note_error(error)
+    found = [
+        IndexedLogs([_log_directory(directories, pair, pairs)], scoped=pair.ledgers.scoped, databases=pair)
+        for pair in pairs
+    ]
+    for scoped in (False, True):
+        searched = not indexes.problems and not any(pair.ledgers.scoped == scoped for pair in pairs)
+        found.append(IndexedLogs(currents, scoped=scoped, databases=None, searched=searched))
+    return found
+
+
+def _log_directory(directories: BookieDirectories, pair: IndexDatabases, pairs: list[IndexDatabases]) -> Path:
+    """Return the directory of the logs that a database points into.
+
+    A database beside logs points into them. With separate index directories, the ledger directory at the same position
+    of the settings has the logs. Source: DbLedgerStorage.initialize.
+    """
+    own = pair.ledgers.path.parent
+    ledger_dirs = list(dict.fromkeys(map(current_of, directories.ledger_dirs)))
+    index_dirs = list(dict.fromkeys(map(current_of, directories.index_dirs)))
+    if directories.ledger_dirs != directories.index_dirs:
+        if len(ledger_dirs) == len(index_dirs):
+            return ledger_dirs[index_dirs.index(own)]
+    elif _holds_logs(own) or len(ledger_dirs) == 1:
+        return own
+    databases = list(dict.fromkeys(other.ledgers.path.parent for other in pairs))
+    candidates = [current for current in ledger_dirs if current not in databases and _holds_logs(current)]
+    if not candidates:
+        return own
+    if len(candidates) == 1 == len(databases):
+        return candidates[0]
+    if len(candidates) == len(databases):
+        return candidates[databases.index(own)]
+    raise UsageError(
+        f"The logs of {own} may be in any of {len(candidates)} directories", hint="use --conf bk_server.conf"
+    )
+
+
+def _holds_logs(current: Path) -> bool:
+    return any(
+        log_id_of(path.name) is not None
+        for directory in (current, current / SCOPED_DIRECTORY)
+        if directory.is_dir()
+        for path in directory.iterdir()
+    )
+
+
+# --- rows ---
+
+
+class LedgerNumbers:
+    """The number of each ledger in rows: its index in `ledgers`."""
+
+    def __init__(self) -> None:
+        self.ledgers: list[LedgerId] = []
+        self._numbers: dict[LedgerId, int] = {}
+
+    def number(self, ledger: LedgerId) -> int:
+        """Return the ledger's number; assign the next number to a new ledger."""
+        number = self._numbers.setdefault(ledger, len(self.ledgers))
+        if number == len(self.ledgers):
+            self.ledgers.append(ledger)
+        return number
+
+    def find(self, ledger: LedgerId) -> int | None:
+        """Return the ledger's number; None if it has none."""
+        return self._numbers.get(ledger)
+
+
+class LocationRows:
+    """Rows (location, entry id, ledger number), added in any order and read in the order of their locations.
+
+    Rows are sorted in memory, RUN_ROWS at a time. Full runs are stored in a temporary file. Use as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = LedgerNumbers()
+        self.count = 0
+        self._chunks: list[Columns] = []
+        self._chunked = 0
+        self._runs: list[Columns] = []
+        self._stack = ExitStack()
+        self._file: Any = None
+
+    def __enter__(self) -> LocationRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runs.clear()
+        self._stack.close()
+
+    def add(self, locations: Column, entries: Column, numbers: Column) -> None:
+        """Add rows: three columns of one length."""
+        self._chunks.append((locations, entries, numbers))
+        self._chunked += len(locations)
+        self.count += len(locations)
+        if self._chunked >= RUN_ROWS:
+            self._sort(to_file=True)
+
+    def _sort(self, *, to_file: bool) -> None:
+        import numpy as np
+
+        if not self._chunks:
+            return
+        columns = [np.concatenate(column) for column in zip(*self._chunks, strict=True)]
+        self._chunks, self._chunked = [], 0
+        order = np.argsort(columns[0], kind="stable")
+        columns = [column[order] for column in columns]
+        if to_file:
+            if self._file is None:
+                self._file = self._stack.enter_context(TemporaryFile(prefix="bkctl-check-"))  # noqa: SIM115 (closed by the stack)
+            columns = [self._write(column) for column in columns]
+        self._runs.append((columns[0], columns[1], columns[2]))
+
+    def _write(self, column: Column) -> Column:
+        import numpy as np
+
+        at = self._file.seek(0, 2)
+        self._file.write(column.data)
+        self._file.flush()
+        return np.memmap(self._file, np.uint64, "r", at, column.shape)
+
+    def has_any(self, first: int, last: int) -> bool:
+        """Return True if any row has a location from `first` to `last`, both included."""
+        return next(self.windows(first, last), None) is not None
+
+    def windows(self, first: int, last: int) -> Iterator[Columns]:
+        """Yield the rows with locations `first` to `last`, both included, in order: up to RUN_ROWS or so at a time."""
+        import numpy as np
+
+        if last < first:
+            return
+        self._sort(to_file=False)
+        begins = [int(np.searchsorted(run[0], np.uint64(first))) for run in self._runs]
+        ends = [int(np.searchsorted(run[0], np.uint64(last), "right")) for run in self._runs]
+        share = max(1, RUN_ROWS // max(1, len(self._runs)))
+        while any(begin < end for begin, end in zip(begins, ends, strict=True)):
+            # Take the rows up to the lowest location at which the share of any run ends.
+            limit = min(
+                (
+                    int(run[0][begin + share - 1])
+                    for run, begin, end in zip(self._runs, begins, ends, strict=True)
+                    if begin + share < end
+                ),
+                default=last,
+            )
+            stops = [
+                max(begin, min(end, int(np.searchsorted(run[0], np.uint64(limit), "right"))))
+                for run, begin, end in zip(self._runs, begins, ends, strict=True)
+            ]
+            parts = [
+                tuple(column[begin:stop] for column in run)
+                for run, begin, stop in zip(self._runs, begins, stops, strict=True)
+                if stop > begin
+            ]
+            begins = stops
+            if len(parts) == 1:
+                yield parts[0][0], parts[0][1], parts[0][2]
+            elif parts:
+                locations, entries, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
+                order = np.argsort(locations, kind="stable")
+                yield locations[order], entries[order], numbers[order]
+
+
+def choose_sample(ledger: LedgerId, entries: Column, share: float, seed: int) -> Any:
+    """Return a bool for each entry, True if it is in the sample. The same seed chooses the same entries."""
+    import numpy as np
+
+    mixed = (ledger.value ^ ledger.scope_id ^ seed * 0x9E3779B97F4A7C15) & U64_MAX
+    with np.errstate(over="ignore"):
+        # splitmix64 chooses neighbouring entries independently of each other.
+        value = entries * np.uint64(0x9E3779B97F4A7C15) + np.uint64(mixed)
+        value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        value = value ^ value >> np.uint64(31)
+    return value < np.uint64(min(int(share * 2.0**64), U64_MAX))
+
+
+# --- indexes ---
 
 
 class EntrySelection:
@@ -58,17 +291,12 @@ class IndexRowsReader:
         return self._read_index_files(indexes, rows, scoped=logs.scoped)
 
     def _read_index_files(self, indexes: BookieIndexes, rows: LocationRows, *, scoped: bool) -> Iterator[Finding]:
-        seen: dict[LedgerId, Path] = {}
-        for file in indexes.files():
-            ledger = file.id
-            if not isinstance(ledger, LedgerId) or ledger.is_scoped != scoped:
+        for ledger, file, first in first_files(indexes):
+            if ledger.is_scoped != scoped or ledger not in self._selection:
                 continue
-            if ledger not in self._selection:
-                continue
-            first = seen.setdefault(ledger, file.path)
             if first != file.path:
                 reason = f"the ledger also has the index {first}, which a bookie uses: this index was not checked"
-                yield Finding(FindingKind.TWICE, ledger, None, None, file.path, reason)
+                yield Finding(FindingKind.TWICE, file.path, reason, ledger)
                 continue
             try:
                 self._read_index_file(ledger, file.path, rows)
@@ -106,18 +334,20 @@ class IndexRowsReader:
         except BkctlError as error:
             self._counts.note_error(error)
             return
-        without_ledger: dict[LedgerId, int] = {}
+        counts: dict[LedgerId, int] = {}
         try:
             for ledger, locations, entries in self._location_groups(pair.locations):
                 number = rows.numbers.find(ledger)
                 if number is not None:
                     self._add(rows, ledger, number, locations, entries)
                 elif ledger in self._selection:
-                    without_ledger[ledger] = without_ledger.get(ledger, 0) + len(entries)
+                    counts[ledger] = counts.get(ledger, 0) + len(entries)
         except BkctlError as error:
             self._counts.note_error(error)
-        if without_ledger:
-            yield from self._without_ledger(without_ledger, pair.locations.path)
+        path = pair.locations.path
+        for ledger in still_without_ledger(self._directories, path, counts) if counts else ():
+            reason = f"{counts[ledger]:,} locations of a ledger that is not in the ledgers database: probably deleted"
+            yield Finding(FindingKind.NO_LEDGER, path, reason, ledger)
 
     def _location_groups(self, database: LocationsDatabase) -> Iterator[tuple[LedgerId, Column, Column]]:
         """Yield (ledger, locations, entry ids), ledger by ledger; a large ledger in several parts."""
@@ -146,19 +376,25 @@ class IndexRowsReader:
             if ledger.is_scoped == database.scoped:
                 yield from database.batches_of(ledger, count=BATCH_ITEMS)
 
-    def _without_ledger(self, counts: dict[LedgerId, int], path: Path) -> Iterator[Finding]:
-        """Yield a note for each ledger whose locations still have no ledger.
 
-        A running bookie writes locations before their ledger, so the databases are opened once more.
-        """
-        with BookieIndexes(self._directories) as now:
-            pairs = [pair for pair in now.databases() if pair.locations.path == path]
-            left = {
-                ledger: count
-                for ledger, count in counts.items()
-                for pair in pairs
-                if pair.ledgers.get(ledger) is None and pair.locations.last_entry_id(ledger) >= 0
-            }
-        for ledger, count in left.items():
-            reason = f"{count:,} locations of a ledger that is not in the ledgers database: probably deleted"
-            yield Finding(FindingKind.NO_LEDGER, ledger, None, None, path, reason)
+def still_without_ledger(directories: BookieDirectories, path: Path, ledgers: Collection[LedgerId]) -> list[LedgerId]:
+    """Return the ledgers of which the database of locations `path` has locations, and that still have no ledger.
+
+    A running bookie writes locations before their ledger, so the databases are opened once more.
+    """
+    with BookieIndexes(directories) as now:
+        pairs = [pair for pair in now.databases() if pair.locations.path == path]
+        return [
+            ledger
+            for ledger in ledgers
+            for pair in pairs
+            if pair.ledgers.get(ledger) is None and pair.locations.last_entry_id(ledger) >= 0
+        ]
+
+
+def first_files(indexes: BookieIndexes) -> Iterator[tuple[LedgerId, BookieFile, Path]]:
+    """Yield the index files, each with the path of its ledger's first one, which a bookie uses."""
+    firsts: dict[LedgerId, Path] = {}
+    for file in indexes.files():
+        if isinstance(file.id, LedgerId):
+            yield file.id, file, firsts.setdefault(file.id, file.path)

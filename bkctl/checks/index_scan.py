@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
+from bkctl.checks.index_rows import first_files, still_without_ledger
 from bkctl.checks.recheck import Recheck
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
@@ -88,7 +89,7 @@ class IndexScan:
                 is_complete, error = False, failure
             if not is_complete:
                 reason = f"ledgers that are only behind the damage were not looked for: {error}"
-                yield Finding(FindingKind.LOG_DAMAGED, None, None, None, file.path, reason)
+                yield Finding(FindingKind.LOG_DAMAGED, file.path, reason)
             for ledger, size in sizes.items():
                 if ledger not in found:
                     found[ledger] = file.path, f"{size:,} bytes"
@@ -100,19 +101,12 @@ class IndexScan:
     # --- index files --------------------------------------------------------------------------------------------
 
     def _scan_files(self, indexes: BookieIndexes) -> Iterator[Finding]:
-        seen: dict[LedgerId, Path] = {}
-        for file in indexes.files():
-            ledger = file.id
-            if not isinstance(ledger, LedgerId):
-                continue
+        for ledger, file, first in first_files(indexes):
             if file.kind is FileKind.RELOCATION:
                 reason = "a relocation was not finished; a bookie's start renames the file"
-                yield Finding(FindingKind.RELOCATION, ledger, None, None, file.path, reason)
-            other = seen.setdefault(ledger, file.path)
-            if other is not file.path:
-                yield Finding(
-                    FindingKind.TWICE, ledger, None, None, file.path, f"the ledger also has the index {other}"
-                )
+                yield Finding(FindingKind.RELOCATION, file.path, reason, ledger)
+            if first != file.path:
+                yield Finding(FindingKind.TWICE, file.path, f"the ledger also has the index {first}", ledger)
             try:
                 yield from self._scan_file(ledger, file.path)
             except NotFound:
@@ -162,7 +156,7 @@ class IndexScan:
             self.counts.note_error(error)
         for path in database.stray_tables():
             reason = "a table that the MANIFEST does not name: a running bookie deletes it, or the MANIFEST lost it"
-            yield Finding(FindingKind.STRAY_TABLE, None, None, None, path, reason)
+            yield Finding(FindingKind.STRAY_TABLE, path, reason)
 
     def _scan_ledgers(self, database: LedgersDatabase, known: set[LedgerId]) -> Iterator[Finding]:
         path, name = database.path, str(database.path)
@@ -179,18 +173,18 @@ class IndexScan:
                 data = None if ledger is None else LedgerData.parse(value, f"ledger {ledger} in {path}")
                 if key == STORAGE_FLAGS_KEY and read_storage_flags(value, name) & NEEDS_INTEGRITY_CHECK:
                     reason = "the bookie must check its integrity before it says that it lacks something"
-                    yield Finding(FindingKind.NEEDS_CHECK, None, None, None, path, reason)
+                    yield Finding(FindingKind.NEEDS_CHECK, path, reason)
             except Corrupt as error:
-                yield Finding(FindingKind.BAD_ITEM, None, None, None, path, str(error))
+                yield Finding(FindingKind.BAD_ITEM, path, str(error))
                 continue
             if ledger is None or data is None:
                 if key != STORAGE_FLAGS_KEY:
                     reason = f"not the key of a ledger: {key.hex()}"
-                    yield Finding(FindingKind.BAD_ITEM, None, None, None, path, reason)
+                    yield Finding(FindingKind.BAD_ITEM, path, reason)
                 continue
             if ledger == last:
                 reason = "the ledger has a key of 8 and one of 16 bytes; a bookie takes the second"
-                yield Finding(FindingKind.TWICE, ledger, None, None, path, reason)
+                yield Finding(FindingKind.TWICE, path, reason, ledger)
             else:
                 self.counts.ledgers += 1
                 self.counts.fenced_ledgers += data.fenced
@@ -202,7 +196,7 @@ class IndexScan:
         if misplaced is not None:
             home = homes[misplaced.value % len(homes)]
             reason = f"the bookie looks for the ledger in {home}; ledgers here that it does not find: {count:,}"
-            yield Finding(FindingKind.WRONG_DIRECTORY, misplaced, None, None, path, reason)
+            yield Finding(FindingKind.WRONG_DIRECTORY, path, reason, misplaced)
 
     def _scan_locations(self, database: LocationsDatabase, known: set[LedgerId] | None) -> Iterator[Finding]:
         path, name = database.path, str(database.path)
@@ -213,7 +207,7 @@ class IndexScan:
                 ledger, entry_id = read_location_key(key, name, scoped=database.scoped)
                 location = read_location(value, name)
             except Corrupt as error:
-                yield Finding(FindingKind.BAD_ITEM, None, None, None, path, str(error))
+                yield Finding(FindingKind.BAD_ITEM, path, str(error))
                 continue
             self.counts.entries += 1
             if location <= 0 or location & 0xFFFFFFFF < FIRST_OFFSET:
@@ -222,20 +216,11 @@ class IndexScan:
                 last = ledger
                 if known is None or ledger in known:
                     with_entries += 1
-                else:
-                    yield from self._without_ledger(ledger, path)
+                elif still_without_ledger(self._directories, path, [ledger]):
+                    reason = "locations of a ledger that is not in the ledgers database: probably deleted"
+                    yield Finding(FindingKind.NO_LEDGER, path, reason, ledger)
         if known is not None:
             self.counts.empty_ledgers += len(known) - with_entries
-
-    def _without_ledger(self, ledger: LedgerId, path: Path) -> Iterator[Finding]:
-        with BookieIndexes(self._directories) as now:
-            for pair in now.databases():
-                if pair.locations.path == path and (
-                    pair.ledgers.get(ledger) is not None or pair.locations.last_entry_id(ledger) < 0
-                ):
-                    return
-        reason = "locations of a ledger that is not in the ledgers database: probably deleted"
-        yield Finding(FindingKind.NO_LEDGER, ledger, None, None, path, reason)
 
 
 def _check_ledger_facts(
@@ -243,18 +228,18 @@ def _check_ledger_facts(
 ) -> Iterator[Finding]:
     if not master_key.strip(b"\0"):
         reason = "the ledger has no master key: the bookie accepts the key of the next writer"
-        yield Finding(FindingKind.NO_MASTER_KEY, ledger, None, None, path, reason)
+        yield Finding(FindingKind.NO_MASTER_KEY, path, reason, ledger)
     if explicit_lac is not None:
         try:
             header = read_lac_header(explicit_lac)
         except (Corrupt, Unsupported) as error:
-            yield Finding(FindingKind.BAD_ITEM, ledger, None, None, path, f"explicit LAC: {error}")
+            yield Finding(FindingKind.BAD_ITEM, path, f"explicit LAC: {error}", ledger)
         else:
             if header.ledger != ledger:
                 reason = f"the explicit LAC is that of ledger {header.ledger}"
-                yield Finding(FindingKind.BAD_ITEM, ledger, None, None, path, reason)
+                yield Finding(FindingKind.BAD_ITEM, path, reason, ledger)
 
 
 def _bad_location(ledger: LedgerId, entry_id: int, location: int, path: Path) -> Finding:
     reason = f"no entry can be at location {location:#x}"
-    return Finding(FindingKind.BAD_ITEM, ledger, entry_id, location & U64_MAX, path, reason)
+    return Finding(FindingKind.BAD_ITEM, path, reason, ledger, entry_id, location & U64_MAX)

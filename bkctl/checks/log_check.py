@@ -121,12 +121,8 @@ def _newest_log_id(directory: Path) -> int:
     for path in directory.iterdir():
         log_id = log_id_of(path.name)
         if log_id is not None and log_id > found:
-            try:
-                size = path.stat().st_size
-            except OSError:
-                continue
-            if size > 0:
-                found = log_id
+            with suppress(OSError):
+                found = log_id if path.stat().st_size > 0 else found
     return found
 
 
@@ -226,21 +222,15 @@ def _check_map(reader: EntryLogReader, check: LogCheck, map_at: int | None, coun
         )
     if mapped is None:
         return
-    check.contradictions += _compare(mapped, counted)
-
-
-def _compare(mapped: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[str]:
-    """Return the contradictions between the ledgers map and the records."""
-    problems: list[str] = []
     for ledger in sorted(mapped.keys() | counted.keys()):
         expected, found = mapped.get(ledger), counted.get(ledger)
         if expected is None:
-            problems.append(f"The ledgers map lacks ledger {ledger}, which has {found:,} bytes")
-        elif found is None:
-            problems.append(f"The ledgers map gives {expected:,} bytes to ledger {ledger}, which has no entries")
+            check.contradictions.append(f"The ledgers map lacks ledger {ledger}, which has {found:,} bytes")
         elif expected != found:
-            problems.append(f"The ledgers map gives {expected:,} bytes to ledger {ledger}, which has {found:,}")
-    return problems
+            held = "no entries" if found is None else f"{found:,}"
+            check.contradictions.append(
+                f"The ledgers map gives {expected:,} bytes to ledger {ledger}, which has {held}"
+            )
 
 
 def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> None:

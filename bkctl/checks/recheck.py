@@ -1,24 +1,25 @@
-"""A second check of entries that did not fit: in the current index, and in the journals."""
+"""A second check of entries that did not fit: in the current index, and in the journals that a restart would replay."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
 
-from bkctl.checks.digests import DigestChecker
+from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.findings import Counts, Finding, FindingKind
-from bkctl.checks.indexed_logs import IndexedLogs
-from bkctl.checks.log_records import RecordLookup
-from bkctl.checks.unflushed import EntryKey, UnflushedEntries
-from bkctl.errors import BkctlError
-from bkctl.files.directories import BookieDirectories
+from bkctl.checks.index_rows import IndexedLogs
+from bkctl.errors import BkctlError, EntryNotFound, NotFound
+from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndex
-from bkctl.formats.entry_log import log_id_of, pack_location
+from bkctl.files.journal import JournalReader
+from bkctl.files.journals import files_after_marks
+from bkctl.formats.entry_log import log_id_of, pack_location, unpack_location
+from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 
 #: Entries that are looked up together.
@@ -30,6 +31,131 @@ _MAYBE_UNACKNOWLEDGED: Final = (
     "; the bookie was killed while it wrote this log, so the entry may never have been acknowledged"
 )
 T = TypeVar("T")
+EntryKey = tuple[LedgerId, int]
+
+
+def digest_reason(mismatch: DigestMismatchAt) -> str:
+    """Return the reason of a finding about a digest."""
+    return f"the entry does not match its {mismatch.digest_type.name} digest"
+
+
+class RecordLookup:
+    """Reads single records of `logs`; the last log stays open. Use as a context manager."""
+
+    def __init__(self, logs: IndexedLogs, digests: DigestChecker | None) -> None:
+        self._logs, self._digests = logs, digests
+        self._paths = logs.paths()
+        self._reader: EntryLogReader | None = None
+        self._log_id = -1
+
+    def __enter__(self) -> RecordLookup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def check(self, ledger: LedgerId, entry_id: int, location: int) -> tuple[Finding | None, int]:
+        """Compare the record at `location` with the entry that the index has there.
+
+        Returns the contradiction (None if the record is that entry) and the bytes read.
+        """
+
+        def finding(kind: FindingKind, path: Path, reason: str) -> Finding:
+            return Finding(kind, path, reason, ledger, entry_id, location)
+
+        log_id, offset = unpack_location(location)
+        path = self._paths.get(log_id)
+        missing = f"entry log {log_id} (0x{log_id:x}) does not exist"
+        if path is None:
+            return finding(FindingKind.LOG_MISSING, self._logs.missing_path(log_id), missing), 0
+        try:
+            record = self._open(log_id, path).entry_at(offset)
+        except EntryNotFound:
+            return finding(FindingKind.NO_RECORD, path, "the log ends before"), 0
+        except NotFound:
+            return finding(FindingKind.LOG_MISSING, path, missing), 0
+        except BkctlError as error:
+            return finding(FindingKind.NO_RECORD, path, getattr(error, "problem", str(error))), 0
+        found: Finding | None = None
+        if record.type is not RecordType.ENTRY:
+            found = finding(FindingKind.WRONG_ENTRY, path, f"a record of type {record.type} is there")
+        elif (record.ledger, record.entry_id) != (ledger, entry_id):
+            reason = f"entry {record.entry_id} of ledger {record.ledger} is there"
+            found = finding(FindingKind.WRONG_ENTRY, path, reason)
+        elif record.last_add_confirmed is None:
+            found = finding(FindingKind.NO_RECORD, path, f"{record.record_size} bytes are too few for an entry")
+        elif self._digests is not None and (mismatch := self._digests.check(record, str(path))) is not None:
+            found = finding(FindingKind.DIGEST, path, digest_reason(mismatch))
+        return found, record.record_size + 4
+
+    def _open(self, log_id: int, path: Path) -> EntryLogReader:
+        if self._reader is None or self._log_id != log_id:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+            self._reader = EntryLogReader.open(path)
+            self._log_id = log_id
+        return self._reader
+
+
+class UnflushedEntries:
+    """The entries in the journals behind the last marks.
+
+    Without journals, everything written to a log since the last mark counts, if the bookie runs or was killed.
+    """
+
+    def __init__(self, directories: BookieDirectories) -> None:
+        self._directories = directories
+        self._runs: dict[LedgerId, list[list[int]]] = {}
+        self._read_to: dict[Path, int] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Return True if the bookie runs or was killed. Source: DirtyFile, which a clean stop removes."""
+        return any((current_of(directory) / "DIRTY").exists() for directory in self._directories.ledger_dirs)
+
+    def find_in(self, findings: dict[EntryKey, Finding]) -> Collection[EntryKey]:
+        """Return the entries of `findings` that are not flushed, after reading what the journals got meanwhile."""
+        journals = [file.path for file in self._directories.journals()]
+        if not journals:
+            if not self.is_running:
+                return ()
+            marked_ms = max((file.mtime_ms for file in self._directories.last_marks()), default=0)
+            return [key for key, finding in findings.items() if _may_be_unflushed(finding, marked_ms)]
+        try:
+            starts = files_after_marks(self._directories, journals)
+        except BkctlError:
+            starts = dict.fromkeys(journals, 0)
+        for path, start in starts.items():
+            self._read(path, max(start, self._read_to.get(path, 0)))
+        return [key for key in findings if self._holds(*key)]
+
+    def _read(self, path: Path, start: int) -> None:
+        with suppress(BkctlError), JournalReader.open(path) as reader:
+            for record in reader.records(start):
+                self._read_to[path] = record.offset
+                if record.type is RecordType.ENTRY:
+                    runs = self._runs.setdefault(record.ledger, [])
+                    if runs and runs[-1][1] + 1 == record.entry_id:
+                        runs[-1][1] += 1
+                    elif not runs or not runs[-1][0] <= record.entry_id <= runs[-1][1]:
+                        runs.append([record.entry_id, record.entry_id])
+
+    def _holds(self, ledger: LedgerId, entry_id: int) -> bool:
+        return any(first <= entry_id <= last for first, last in self._runs.get(ledger, ()))
+
+
+def _may_be_unflushed(finding: Finding, marked_ms: int) -> bool:
+    """Return True if the log was written after the last mark, or is open and ends before the record (in memory)."""
+    try:
+        status = finding.path.stat()
+    except OSError:
+        return False
+    if status.st_mtime_ns // 1_000_000 >= marked_ms:
+        return True
+    is_behind = finding.offset is not None and finding.offset >= status.st_size
+    return is_behind and _is_incomplete(finding.path, without_header=True)
 
 
 class Recheck:
@@ -98,9 +224,9 @@ class Recheck:
                     if location:
                         self._counts.copies += 1
                     else:
-                        findings[ledger, entry_id] = Finding(
-                            FindingKind.NOT_INDEXED, ledger, entry_id, records[ledger, entry_id], path, _NOT_INDEXED
-                        )
+                        location = records[ledger, entry_id]
+                        finding = Finding(FindingKind.NOT_INDEXED, path, _NOT_INDEXED, ledger, entry_id, location)
+                        findings[ledger, entry_id] = finding
             findings = self._flushed(findings)
             if not findings:
                 break
@@ -132,7 +258,7 @@ def _first_entries(path: Path, ledgers: set[LedgerId]) -> Iterator[tuple[EntryKe
             if record.ledger in left:
                 location = pack_location(log_id, record.offset + 4)
                 key = record.ledger, record.entry_id
-                yield key, Finding(FindingKind.UNINDEXED, *key, location, path, "")
+                yield key, Finding(FindingKind.UNINDEXED, path, "", *key, location)
                 left.remove(record.ledger)
                 if not left:
                     return
@@ -167,10 +293,10 @@ def _current_locations(indexes: BookieIndexes, entries: Iterable[EntryKey]) -> I
                 yield (ledger, entry_id), location
 
 
-def _is_incomplete(path: Path) -> bool:
+def _is_incomplete(path: Path, *, without_header: bool = False) -> bool:
     """Return True if the log was not completed: its bookie writes to it, or was killed."""
     try:
         with EntryLogReader.open(path) as reader:
-            return reader.header is not None and not reader.header.ledgers_map_offset
+            return without_header if reader.header is None else not reader.header.ledgers_map_offset
     except BkctlError:
         return False

@@ -21,8 +21,10 @@ DIRTY_NAME: Final = "DIRTY"
 LAST_ID_NAME: Final = "lastId"
 #: The progress of a conversion of the index, in the first index directory.
 CONVERSION_NAME: Final = "convert.progress"
+#: In the order in which new ones get their names: a database of ledgers never stands without its locations.
+DATABASE_NAMES: Final = ("locations", "ledgers", "scoped-locations", "scoped-ledgers")
 #: The databases of DbLedgerStorage.
-ROCKSDB_NAMES: Final = ("ledgers", "locations", "scoped-ledgers", "scoped-locations", "metadata-cache")
+ROCKSDB_NAMES: Final = (*DATABASE_NAMES, "metadata-cache")
 #: RocksDB's pointer to its manifest: a directory without it is not a database.
 ROCKSDB_CURRENT: Final = "CURRENT"
 #: RocksDB's lock file.

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -28,15 +28,13 @@ from bkctl.errors import (
     Unreachable,
     UsageError,
 )
-from bkctl.http.api import ENDPOINTS
+from bkctl.http import bookie_endpoints, cluster_endpoints
 from bkctl.http.endpoints import (
     TEXT,
     ApiCall,
     ApiEndpoint,
     document,
     error_answer,
-    json_answer,
-    text_answer,
 )
 from bkctl.http.gateway import Upstream, forward
 from bkctl.http.server_url import is_loopback_address
@@ -50,6 +48,8 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.http")
 
+#: All endpoints: those of one bookie, which a gateway forwards, and those of a cluster.
+ENDPOINTS: Final = (*bookie_endpoints.ENDPOINTS, *cluster_endpoints.ENDPOINTS)
 #: Apache's server has no such limits.
 REQUESTS_MAX: Final = 64
 BODY_SIZE_BYTES_MAX: Final = 64 << 10
@@ -118,18 +118,12 @@ class Api:
         )
         self._routes = _routes(self.endpoints)
 
-    async def _heartbeat(self, call: ApiCall) -> Response:
-        return text_answer("OK\n")
+    async def _heartbeat(self, call: ApiCall) -> str:
+        return "OK\n"
 
-    async def _document(self, call: ApiCall) -> Response:
-        return json_answer(
-            document(
-                self.endpoints,
-                gateway=not call.service.has_bookie,
-                needs_token=self._token is not None,
-                open_probes=self._open_probes,
-            )
-        )
+    async def _document(self, call: ApiCall) -> dict[str, Any]:
+        is_gateway, needs_token = not call.service.has_bookie, self._token is not None
+        return document(self.endpoints, gateway=is_gateway, needs_token=needs_token, open_probes=self._open_probes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request (ASGI)."""
@@ -238,7 +232,7 @@ class Api:
         if is_forwarded:
             assert self._upstream is not None
             return await forward(self.service, self._upstream, endpoint, request, body)
-        return await endpoint.handler(ApiCall(self.service, values, parsed, sees_secrets))
+        return await endpoint.respond(ApiCall(self.service, values, parsed, sees_secrets))
 
     def _is_forwarded(self, endpoint: ApiEndpoint) -> bool:
         return endpoint.of_bookie and not self.service.has_bookie

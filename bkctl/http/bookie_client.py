@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, get_type_hints
 
 from bkctl.bookie.collector_stats import GarbageCollectionStatus
 from bkctl.errors import BkctlError, NotFound, ProtocolError, Unsupported
 from bkctl.http.client import ApiClient, ApiResponse, server_message, shortened
 
 T = TypeVar("T")
+N = TypeVar("N", bound=tuple[Any, ...])
 
 API_PREFIX: Final = "/api/v1"
 #: The query parameter that names the bookie to a gateway of bkctl.
 BOOKIE_PARAMETER: Final = "bookie"
 #: The largest JSON answer: parsed, JSON takes many times its size, and the answers of these endpoints are small.
 JSON_SIZE_BYTES_MAX: Final = 4 << 20
+#: Numbers of a garbage collector that older releases do not send.
+_LATER_NUMBERS: Final = {"lastEntryLocationCompactionTime": 0, "entryLocationCompactionCounter": 0}
 
 
 class BookieState(NamedTuple):
@@ -93,13 +96,7 @@ class BookieApi:
 
     def state(self) -> BookieState:
         """Return the bookie's state."""
-        fields = self._object("GET", "/bookie/state")
-        return BookieState(
-            fields.boolean("running"),
-            fields.boolean("readOnly"),
-            fields.boolean("shuttingDown"),
-            fields.boolean("availableForHighPriorityWrites"),
-        )
+        return self._object("GET", "/bookie/state").tuple_of(BookieState)
 
     def readiness(self) -> Readiness:
         """Return True and a message if the bookie serves; False while it starts or stops, without raising an error."""
@@ -128,8 +125,7 @@ class BookieApi:
 
     def sanity(self) -> BookieSanity:
         """Let the bookie write, read and delete a ledger on itself; return the result."""
-        fields = self._object("GET", "/bookie/sanity")
-        return BookieSanity(fields.boolean("passed"), fields.boolean("readOnly"))
+        return self._object("GET", "/bookie/sanity").tuple_of(BookieSanity)
 
     def garbage_collection(self) -> GarbageCollection:
         """Return the state of the bookie's garbage collection."""
@@ -140,7 +136,7 @@ class BookieApi:
             return GarbageCollection(forced, None, None, tuple(self._collectors()))
         return GarbageCollection(
             forced, found.boolean("isMajorGcSuspended"), found.boolean("isMinorGcSuspended"),
-            tuple(self._collectors()), found.text("suspendedByDisks", ""), found.text("lastRoundProblem", ""),
+            tuple(self._collectors()), found.text("suspendedByDisks"), found.text("lastRoundProblem"),
         )  # fmt: skip
 
     def _collectors(self) -> Iterator[GarbageCollectionStatus]:
@@ -149,18 +145,8 @@ class BookieApi:
             raise _unexpected(what, "not a list", document)
         for item in document:
             fields = _Fields(item, what)
-            yield GarbageCollectionStatus(
-                fields.boolean("forceCompacting"),
-                fields.boolean("majorCompacting"),
-                fields.boolean("minorCompacting"),
-                fields.integer("lastMajorCompactionTime"),
-                fields.integer("lastMinorCompactionTime"),
-                fields.integer("lastEntryLocationCompactionTime", 0),
-                fields.integer("majorCompactionCounter"),
-                fields.integer("minorCompactionCounter"),
-                fields.integer("entryLocationCompactionCounter", 0),
-                fields.text("scopedDeletesHeldBack", "") or None,
-            )
+            fields.values = _LATER_NUMBERS | fields.values
+            yield fields.tuple_of(GarbageCollectionStatus)
 
     def force_garbage_collection(
         self, *, major: bool | None = None, minor: bool | None = None, accept_scoped_deletes: bool = False
@@ -246,19 +232,24 @@ class _Fields:
         self.values: dict[str, Any] = document
         self._what = what
 
+    def tuple_of(self, kind: type[N]) -> N:
+        """Return the tuple whose fields the object has, under their names in camel case."""
+        readers: dict[Any, Callable[[str], Any]] = {
+            bool: self.boolean, int: self.integer, str | None: lambda name: self.text(name) or None,
+        }  # fmt: skip
+        return kind(*(readers[hint](camel_case(name)) for name, hint in get_type_hints(kind).items()))
+
     def boolean(self, name: str) -> bool:
         """Return a boolean, which Apache's server sends as a string in some answers."""
         return self._typed(name, "boolean", lambda value: {"True": True, "False": False}[str(value).capitalize()])
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number, or `default` if an older release does not send it."""
-        if default is not None and name not in self.values:
-            return default
+    def integer(self, name: str) -> int:
+        """Return a whole number."""
         return self._typed(name, "whole number", _whole)
 
-    def text(self, name: str, default: str) -> str:
-        """Return a string, or `default` if it is missing."""
-        value = self.values.get(name, default)
+    def text(self, name: str) -> str:
+        """Return a string, "" if it is missing."""
+        value = self.values.get(name, "")
         if not isinstance(value, str):
             raise _unexpected(f"{self._what}: {name!r}", "not a text", value)
         return value
@@ -270,6 +261,12 @@ class _Fields:
             return convert(self.values[name])
         except (KeyError, ValueError) as error:
             raise _unexpected(f"{self._what}: {name!r}", f"not a {kind}", self.values[name]) from error
+
+
+def camel_case(name: str) -> str:
+    """Return `lastRound` for `last_round`."""
+    first, *rest = name.split("_")
+    return first + "".join(map(str.capitalize, rest))
 
 
 def _whole(value: Any) -> int:

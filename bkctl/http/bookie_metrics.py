@@ -10,9 +10,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeGuard
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
-from bkctl.bookie.collector_stats import USAGE_BUCKETS, GarbageCollectorStats
+from bkctl.bookie.collector_stats import USAGE_BUCKETS
 from bkctl.bookie.metrics import REQUESTS, Latency, PrometheusText, metric_name, process_metrics
 from bkctl.protocol.messages import AddRequest, ReadRequest
 from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage, SingleDirectoryDbLedgerStorage
@@ -73,12 +74,14 @@ def _journals(read: Callable[[GroupCommit, JournalMetrics], Value]) -> Callable[
     ]
 
 
-def _db(read: Callable[[SingleDirectoryDbLedgerStorage], Value]) -> Callable[[Bookie], Values]:
-    """Return a reader of one value for each directory of DbLedgerStorage; nothing for another storage."""
+def _db(*names: str) -> Callable[[Bookie], Values]:
+    """Return a reader of a value, or of the sum of some, of each directory of DbLedgerStorage; nothing for others."""
+    found: Callable[[object], Any] = attrgetter(*names)
 
     def values(bookie: Bookie) -> Values:
         ledgers = bookie.storage.ledgers
-        return ((read(one), _places(one)) for one in (ledgers.directories if _is_db(ledgers) else ()))
+        directories = ledgers.directories if _is_db(ledgers) else ()
+        return ((sum(found(one)) if len(names) > 1 else found(one), _places(one)) for one in directories)
 
     return values
 
@@ -110,13 +113,13 @@ def _usages(bookie: Bookie, directories: Iterable[Path]) -> Iterator[tuple[Value
             yield round(100 * bookie.files.disk_usage(directory).ratio, 3), {"dir": name}
 
 
-def _collected(read: Callable[[GarbageCollectorStats], Value]) -> Callable[[Bookie], Values]:
-    """Return a reader of the collector's numbers; without DbLedgerStorage their names have `gc`."""
+def _collected(name: str, convert: Callable[[Any], Value] = lambda value: value) -> Callable[[Bookie], Values]:
+    """Return a reader of a number of the collector; without DbLedgerStorage its metric's name has `gc`."""
 
     def values(bookie: Bookie) -> Values:
         collector = bookie.garbage_collector
-        name = "bookie" if bookie.config.ledger_storage == "db" else "bookie_gc"
-        return [] if collector is None else [(read(collector.stats), {"gc": name})]
+        gc = "bookie" if bookie.config.ledger_storage == "db" else "bookie_gc"
+        return [] if collector is None else [(convert(getattr(collector.stats, name)), {"gc": gc})]
 
     return values
 
@@ -133,10 +136,6 @@ def _waiting(bookie: Bookie, kind: type) -> int:
 
 def _request(name: str, bookie: Bookie) -> Values:
     return bookie.metrics.requests[name]
-
-
-def _bucket(index: int, stats: GarbageCollectorStats) -> Value:
-    return stats.usage_buckets[index]
 
 
 def _ended_connections(bookie: Bookie) -> Values:
@@ -201,21 +200,18 @@ METRICS: Final = (
     Meter("bookie_write_cache_size", "gauge", "Bytes of entries in memory that are in no entry log yet.",
         lambda b: b.storage.ledgers.unwritten_bytes),
     Meter("bookie_read_cache_size", "gauge", "Bytes of entries read ahead; DbLedgerStorage only.",
-        _db(lambda d: d.read_cache.size)),
-    Meter("bookie_read_cache_count", "gauge", "Entries read ahead; DbLedgerStorage only.",
-        _db(lambda d: d.read_cache.count)),
-    Meter("bookie_read_cache_hits", "counter", "Reads of entries that were read ahead.",
-        _db(lambda d: d.read_cache.hits)),
-    Meter("bookie_read_cache_misses", "counter", "Reads of entries from an entry log.",
-        _db(lambda d: d.read_cache.misses)),
+        _db("read_cache.size")),
+    Meter("bookie_read_cache_count", "gauge", "Entries read ahead; DbLedgerStorage only.", _db("read_cache.count")),
+    Meter("bookie_read_cache_hits", "counter", "Reads of entries that were read ahead.", _db("read_cache.hits")),
+    Meter("bookie_read_cache_misses", "counter", "Reads of entries from an entry log.", _db("read_cache.misses")),
     Meter("bookie_write_cache_hits", "counter", "Reads of entries that were in no entry log yet.",
-        _db(lambda d: d.read_cache.write_cache_hits)),
+        _db("read_cache.write_cache_hits")),
     Meter("bookie_write_cache_misses", "counter", "Reads of other entries.",
-        _db(lambda d: d.read_cache.hits + d.read_cache.misses)),
+        _db("read_cache.hits", "read_cache.misses")),
     Meter("bookie_readahead_batch_count", "summary", "Entries of each time that entries were read ahead.",
-        _db(lambda d: d.read_cache.ahead_entries)),
+        _db("read_cache.ahead_entries")),
     Meter("bookie_readahead_batch_size", "summary", "Bytes of each time that entries were read ahead.",
-        _db(lambda d: d.read_cache.ahead_bytes)),
+        _db("read_cache.ahead_bytes")),
     Meter("bookie_read_entry", "summary",
         "Milliseconds that DbLedgerStorage took for a read; those from memory take 0.", _db_reads),
     Meter("bookie_flush", "summary", "Milliseconds of a checkpoint.", lambda b: b.metrics.flush),
@@ -226,8 +222,7 @@ METRICS: Final = (
         lambda b: b.metrics.clients()[1]),
     Meter("bkctl_server_ended_connections_total", "counter", "Connections that a server ended or turned away.",
         _ended_connections),
-    Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until the certificate of a server expires.",
-        _expiries),
+    Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until the certificate of a server expires.", _expiries),
     Meter("bookie_JOURNAL_DIRS", "gauge", "Journal directories.", lambda b: len(b.storage.journals)),
     Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "gauge", "Entries that are not on disk yet.",
         _journals(lambda commits, _: commits.waiting)),
@@ -253,38 +248,37 @@ METRICS: Final = (
         lambda b: b.space.not_full_count),
     Meter("bookie_ledger_dir_{dir}_usage", "gauge", "Percent of the disk of a ledger directory that is used.",
         lambda b: _usages(b, list(b.storage.ledger_directories))),
-    Meter("{gc}_MAJOR_COMPACTION_TOTAL", "counter", "Major compactions.", _collected(lambda s: s.major_compactions)),
-    Meter("{gc}_MINOR_COMPACTION_TOTAL", "counter", "Minor compactions.", _collected(lambda s: s.minor_compactions)),
+    Meter("{gc}_MAJOR_COMPACTION_TOTAL", "counter", "Major compactions.", _collected("major_compactions")),
+    Meter("{gc}_MINOR_COMPACTION_TOTAL", "counter", "Minor compactions.", _collected("minor_compactions")),
     Meter("{gc}_ENTRY_LOCATION_COMPACTION_TOTAL", "counter", "Compactions of the index.",
-        _collected(lambda s: s.entry_location_compactions)),
-    Meter("{gc}_DELETED_LEDGER_TOTAL", "counter", "Ledgers that were removed.",
-        _collected(lambda s: s.deleted_ledgers)),
+        _collected("entry_location_compactions")),
+    Meter("{gc}_DELETED_LEDGER_TOTAL", "counter", "Ledgers that were removed.", _collected("deleted_ledgers")),
     Meter("{gc}_RECLAIMED_DELETION_SPACE_BYTES", "counter", "Bytes of entry logs without a ledger that were deleted.",
-        _collected(lambda s: s.reclaimed_by_deletion_bytes)),
+        _collected("reclaimed_by_deletion_bytes")),
     Meter("{gc}_RECLAIMED_COMPACTION_SPACE_BYTES", "counter", "Bytes that compactions freed.",
-        _collected(lambda s: s.reclaimed_by_compaction_bytes)),
+        _collected("reclaimed_by_compaction_bytes")),
     Meter("{gc}_RECLAIM_FAILED_TO_DELETE", "counter", "Entry logs that could not be deleted.",
-        _collected(lambda s: s.failed_to_delete)),
-    Meter("{gc}_ACTIVE_ENTRY_LOG_TOTAL", "gauge", "Entry logs, by the last round.",
-        _collected(lambda s: s.active_entry_logs)),
+        _collected("failed_to_delete")),
+    Meter("{gc}_ACTIVE_ENTRY_LOG_TOTAL", "gauge", "Entry logs, by the last round.", _collected("active_entry_logs")),
     Meter("{gc}_ACTIVE_ENTRY_LOG_SPACE_BYTES", "gauge", "Bytes of ledgers that exist, by the last round.",
-        _collected(lambda s: s.active_entry_log_bytes)),
+        _collected("active_entry_log_bytes")),
     Meter("{gc}_ENTRY_LOG_SPACE_BYTES", "gauge", "Bytes of entry logs, by the last round.",
-        _collected(lambda s: s.entry_log_bytes)),
-    Meter("{gc}_ACTIVE_LEDGER_TOTAL", "gauge", "Ledgers, by the last round.", _collected(lambda s: s.active_ledgers)),
+        _collected("entry_log_bytes")),
+    Meter("{gc}_ACTIVE_LEDGER_TOTAL", "gauge", "Ledgers, by the last round.", _collected("active_ledgers")),
     Meter("{gc}_ENTRY_LOG_COMPACT_RATIO", "gauge", "The share of entry logs that the last compaction rewrote.",
-        _collected(lambda s: s.compact_ratio)),
+        _collected("compact_ratio")),
     *(
         Meter(f"{{gc}}_entry_log_usage_buckets_le_{(index + 1) * _USAGE_STEP}", "gauge",
-            "Entry logs by the percent of their bytes that ledgers use.", _collected(partial(_bucket, index)))
+            "Entry logs by the percent of their bytes that ledgers use.",
+            _collected("usage_buckets", itemgetter(index)))
         for index in range(USAGE_BUCKETS)
     ),
     Meter("bkctl_gc_deleted_scoped_ledgers_total", "counter", "Ledgers of other scopes than 0 that were removed.",
-        _collected(lambda s: s.deleted_scoped_ledgers)),
+        _collected("deleted_scoped_ledgers")),
     Meter("bkctl_gc_unindexed_ledgers", "gauge", "Ledgers with entries here that are not in the index.",
-        _collected(lambda s: s.unindexed_ledgers)),
+        _collected("unindexed_ledgers")),
     Meter("bkctl_gc_scoped_held_back", "gauge", "1 while the collector keeps scoped ledgers that appear deleted.",
-        _collected(lambda s: int(bool(s.scoped_held_back)))),
+        _collected("scoped_held_back", lambda held: int(bool(held)))),
 )
 # fmt: on
 

@@ -1,19 +1,24 @@
 """Declares endpoints of the REST API: one declaration for routing, checks of requests, and the OpenAPI document.
 
     @ENDPOINTS.get("/api/v1/bookie/state", "Whether the bookie runs, and takes entries.", answer=STATE)
-    async def state(call: ApiCall) -> Response: ...
+    def state(bookie: Bookie, call: ApiCall) -> Mapping[str, bool]: ...
+
+A handler returns the value of the JSON answer, the text of another answer, or a Response. A handler that is not a
+coroutine is called with the bookie, in the bookie's event loop, or with the cluster, in a thread.
 
 Source of paths, names, types and key forms: HttpRouter and the services of org.apache.bookkeeper.server.http.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 
@@ -33,6 +38,7 @@ TEXT: Final = "text/plain; charset=utf-8"
 MESSAGE_LENGTH_MAX: Final = 1000
 
 Schema: TypeAlias = Mapping[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 BOOLEAN: Final[Schema] = {"type": "boolean"}
 INTEGER: Final[Schema] = {"type": "integer", "format": "int64"}
@@ -83,43 +89,31 @@ class Value:
         """Return the value of a text in a query. Raise UsageError."""
         if self.kind is ValueKind.FLAG:
             return True
-        if self.kind is ValueKind.INTEGER:
-            digits = text.removeprefix("-")
-            if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20):
-                raise self._refuse(text, "a whole number")
-            return self._bounded(int(text))
-        return self._text(text)
+        digits = text.removeprefix("-")
+        is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 20
+        return self.of_body(int(text) if self.kind is ValueKind.INTEGER and is_number else text)
 
     def of_body(self, value: Any) -> Any:
         """Return the value of JSON in a body; booleans may be strings. Raise UsageError."""
         if self.kind is ValueKind.TEXTS:
-            if isinstance(value, list) and all(isinstance(item, str) for item in value):
-                return value
-            raise self._refuse(value, "an array of strings")
-        if self.kind is ValueKind.BOOLEAN and isinstance(value, bool):
-            return value
-        if self.kind is ValueKind.INTEGER:
-            if isinstance(value, int) and not isinstance(value, bool):
-                return self._bounded(value)
-            raise self._refuse(value, "a whole number")
-        if not isinstance(value, str):
-            raise self._refuse(value, "true or false" if self.kind is ValueKind.BOOLEAN else "a string")
-        return self._text(value)
-
-    def _text(self, text: str) -> Any:
-        if self.kind is ValueKind.BOOLEAN:
-            word = text.lower()
-            if word not in ("true", "false"):
-                raise self._refuse(text, "true or false")
-            return word == "true"
-        if self.choices and text not in self.choices:
-            raise self._refuse(text, f"one of {', '.join(self.choices)}")
-        return text
-
-    def _bounded(self, number: int) -> int:
-        if not self.least <= number <= self.most:
-            raise self._refuse(number, f"from {self.least} to {self.most}")
-        return number
+            is_right, wanted = (
+                isinstance(value, list) and all(isinstance(item, str) for item in value),
+                "an array of strings",
+            )
+        elif self.kind is ValueKind.INTEGER:
+            is_right, wanted = type(value) is int, "a whole number"
+        elif self.kind is ValueKind.BOOLEAN:
+            value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+            is_right, wanted = isinstance(value, bool), "true or false"
+        else:
+            is_right, wanted = isinstance(value, str), "a string"
+        if not is_right:
+            raise self._refuse(value, wanted)
+        if self.choices and value not in self.choices:
+            raise self._refuse(value, f"one of {', '.join(self.choices)}")
+        if self.kind is ValueKind.INTEGER and not self.least <= value <= self.most:
+            raise self._refuse(value, f"from {self.least} to {self.most}")
+        return value
 
     def _refuse(self, given: Any, wanted: str) -> UsageError:
         return UsageError(f"{self.name} must be {wanted}, not {given!r}"[:MESSAGE_LENGTH_MAX])
@@ -210,7 +204,7 @@ class ApiCall:
     sees_secrets: bool = True
 
 
-Handler: TypeAlias = Callable[[ApiCall], Awaitable[Response]]
+Handler: TypeAlias = Callable[[ApiCall], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +238,13 @@ class ApiEndpoint:
     def is_open(self, *, open_probes: bool, gateway: bool) -> bool:
         """Return True for a probe that every client may ask. A `gateway` would add its own token to one it forwards."""
         return self.probe and open_probes and not (gateway and self.of_bookie)
+
+    async def respond(self, call: ApiCall) -> Response:
+        """Return the handler's answer as a response. Raise its errors."""
+        found = await self.handler(call)
+        if isinstance(found, Response):
+            return found
+        return text_answer(found, self.answer) if isinstance(self.answer, str) else json_answer(found)
 
     @property
     def only_reads(self) -> bool:
@@ -280,18 +281,29 @@ class Endpoints(list[ApiEndpoint]):
         super().__init__()
         self._of_bookie = of_bookie
 
-    def _declare(self, method: str, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
+    def _declare(self, method: str, path: str, summary: str, **settings: Any) -> Callable[[F], F]:
         """Declare the decorated handler; `settings` are fields of ApiEndpoint."""
 
-        def declare(handler: Handler) -> Handler:
+        def declare(function: F) -> F:
+            handler = function if iscoroutinefunction(function) else self._asking(function)
             self.append(ApiEndpoint(method, path, summary, handler, of_bookie=self._of_bookie, **settings))
-            return handler
+            return function
 
         return declare
 
-    get: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "GET")
-    put: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "PUT")
-    delete: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "DELETE")
+    def _asking(self, question: Callable[[Any, ApiCall], Any]) -> Handler:
+        """Return a handler that calls a short function with the bookie or the cluster."""
+
+        async def handle(call: ApiCall) -> Any:
+            if self._of_bookie:
+                return await call.service.bookie.ask(lambda bookie: question(bookie, call))
+            return await asyncio.to_thread(question, await call.service.cluster(), call)
+
+        return handle
+
+    get: partialmethod[Callable[[F], F]] = partialmethod(_declare, "GET")
+    put: partialmethod[Callable[[F], F]] = partialmethod(_declare, "PUT")
+    delete: partialmethod[Callable[[F], F]] = partialmethod(_declare, "DELETE")
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -318,9 +330,9 @@ def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None
     return Response(_encoded(json_text(value)), status, headers, JSON)
 
 
-def text_answer(text: str) -> Response:
-    """Return a response of plain text."""
-    return Response(_encoded(text), media_type=TEXT)
+def text_answer(text: str, media_type: str = TEXT) -> Response:
+    """Return a response of text."""
+    return Response(_encoded(text), media_type=media_type)
 
 
 def error_answer(

@@ -17,7 +17,7 @@ from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.departure import BLOCKING_RESULTS, Decommission
-from bkctl.replication.move_plan import plan_move
+from bkctl.replication.holdings import plan_move
 from bkctl.tasks import drop_error
 
 if TYPE_CHECKING:

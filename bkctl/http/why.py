@@ -24,7 +24,7 @@ from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_health import BookieVitals, full_bookies, vitals_findings, without_moved
+from bkctl.http.bookie_load import BookieVitals, full_bookies, vitals_findings, without_moved
 from bkctl.metadata.admin.health import read_only_finding
 from bkctl.metadata.pulsar_topics import owner_text
 from bkctl.metadata.replication_failures import ReplicationFailures
@@ -449,8 +449,7 @@ class Inquiry:
 
 
 def _gc_metrics(api: BookieApi) -> dict[str, float]:
-    from bkctl.http.bookie_load import Samples
-    from bkctl.http.prometheus import parse_metrics
+    from bkctl.http.bookie_load import Samples, parse_metrics
 
     samples = Samples(parse_metrics(api.metrics()))
     names = {

@@ -14,19 +14,70 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from bkctl.disk import Files
-from bkctl.errors import Conflict
+from bkctl.checks.index_rows import first_files
+from bkctl.disk import DIRECTORY_MODE, Files
+from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.conversion import DB, ConversionState
-from bkctl.formats.names import CONVERSION_NAME
-from bkctl.repair.conversion import DATABASE_NAMES, Conversion, IndexConverter
-from bkctl.repair.convert_to_databases import DatabaseConverter
-from bkctl.repair.convert_to_index_files import IndexFileConverter
-from bkctl.repair.index_contents import Progress
-from bkctl.repair.layout import BookieLayout, time_stamp
-from bkctl.repair.regenerate import INDEX
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import BookieIndexes, LedgerIndexReader
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.formats.entry_log import log_id_of, unpack_location
+from bkctl.formats.index import ENTRY_ID_MAX, LedgerData, index_path
+from bkctl.formats.names import CONVERSION_NAME, DATABASE_NAMES, ROCKSDB_CURRENT, UNFINISHED_SUFFIX
+from bkctl.ids import LedgerId
+from bkctl.repair.index_contents import Progress, header_data
+from bkctl.repair.layout import BookieLayout, backup_name, prepare_building, sync_tree, time_stamp
+from bkctl.repair.regenerate import INDEX, IndexFileBuilder
+
+#: Ledgers and entries between two checkpoints, from which a killed conversion resumes.
+LEDGERS_PER_CHECKPOINT: Final = 5_000
+ENTRIES_PER_CHECKPOINT: Final = 2_000_000
+_LEVEL_NAME: Final = re.compile(r"[0-9a-f]{1,2}|[0-9a-f]{8}", re.ASCII)
+_BUILDING_NAME: Final = f"{INDEX}{UNFINISHED_SUFFIX}"
+_COPY_HINT: Final = "start an empty bookie and let auto-recovery copy this bookie's ledgers to it instead"
+_LIMBO_HINT: Final = "run the bookie until its data integrity check is done"
+
+#: (entry id, location)
+EntryPlace = tuple[int, int]
+
+
+@dataclass(slots=True)
+class ConvertedDirectory:
+    """One index directory (its `current`): ledgers and entries of its new index, and the backups of its old one."""
+
+    path: Path
+    ledgers: int = 0
+    entries: int = 0
+    backups: list[Path] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Conversion:
+    """The result of a conversion. `resumed`: a killed conversion was continued. `done` is False after a dry run."""
+
+    directories: list[ConvertedDirectory]
+    resumed: bool = False
+    done: bool = False
+
+
+class IndexedLedger(NamedTuple):
+    """One ledger of the old index. `number` is the directory of its new index; `places` are its entries, in order."""
+
+    ledger: LedgerId
+    number: int
+    data: LedgerData
+    places: Iterator[EntryPlace]
 
 
 def convert(
@@ -64,7 +115,10 @@ def convert(
             state = ConversionState(to, _free_stamp(layout), fingerprint)
             converter.clear()
             state.write(path, files)
-        state = _build(converter, state, path, files)
+        state = converter.build(state, path)
+        converter.verify()
+        state = state._replace(swapping=True, counts=tuple((row.ledgers, row.entries) for row in result.directories))
+        state.write(path, files)
     for row, (ledgers, entries) in zip(result.directories, state.counts, strict=True):
         row.ledgers, row.entries = ledgers, entries
     converter.swap(state.stamp)
@@ -77,16 +131,6 @@ def convert(
     files.sync_directory(path.parent)
     result.done = True
     return result
-
-
-def _build(converter: IndexConverter, state: ConversionState, path: Path, files: Files) -> ConversionState:
-    """Build and verify the new index; return the state from which it is swapped, written to `path`."""
-    state = converter.build(state, path)
-    converter.verify()
-    counts = tuple((row.ledgers, row.entries) for row in converter.result.directories)
-    state = state._replace(swapping=True, counts=counts)
-    state.write(path, files)
-    return state
 
 
 def _refuse_conflicts(state: ConversionState, path: Path, to: str, directory_count: int, fingerprint: str) -> None:
@@ -131,3 +175,441 @@ def _fingerprint(layout: BookieLayout) -> str:
                         status = entry.stat()
                         found.append(f"{entry.path} {status.st_size} {status.st_mtime_ns}")
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
+
+
+class IndexConverter(ABC):
+    """One direction of a conversion. `result` counts ledgers and entries while they are read."""
+
+    def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
+        self._files, self._progress = files, progress
+        self.storages = layout.storages()
+        self.result = Conversion([ConvertedDirectory(storage.index_dir) for storage in self.storages])
+        self._directories = BookieDirectories(index_dirs=layout.index_dirs)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse what cannot be converted, before anything is written."""
+
+    @abstractmethod
+    def read_old(self, state: ConversionState | None = None) -> Iterator[IndexedLedger]:
+        """Yield the ledgers of the old index in order, without the ledgers that `state` has."""
+
+    @abstractmethod
+    def writer(self) -> AbstractContextManager[_DatabasePairs | _FileWriter]:
+        """Return the writer of the new index, beside the old one; a resumed conversion goes on where it was."""
+
+    @abstractmethod
+    def read_new(self, ledger: LedgerId, number: int) -> tuple[LedgerData, Iterator[EntryPlace]] | None:
+        """Return the data and entries of a ledger in the new index; None if it is missing."""
+
+    @abstractmethod
+    def count_new(self, number: int) -> int:
+        """Return the number of ledgers in the new index of directory `number`."""
+
+    @abstractmethod
+    def targets(self) -> list[Path]:
+        """Return the directories that the new index is built for, as `prepare_building` takes them."""
+
+    def clear(self) -> None:
+        """Remove an unfinished index that an earlier conversion built."""
+        for target in self.targets():
+            prepare_building(target)
+
+    @abstractmethod
+    def swap(self, stamp: str) -> None:
+        """Move the new index into place and the old one to its backup. Steps that are done already are skipped."""
+
+    def build(self, state: ConversionState, path: Path) -> ConversionState:
+        """Build the new index beside the old one, from `state` on; write checkpoints to `path`, return the last."""
+        ledger_count = entry_count = 0
+        with self.writer() as writer:
+            for source in self.read_old(state):
+                writer.add(source.ledger, source.data, source.number)
+                count = writer.put(source.ledger, source.places)
+                self._progress(count)
+                ledger_count, entry_count = ledger_count + 1, entry_count + count
+                if ledger_count >= LEDGERS_PER_CHECKPOINT or entry_count >= ENTRIES_PER_CHECKPOINT:
+                    ledger_count = entry_count = 0
+                    writer.sync()
+                    state = state._replace(after=source.ledger.qualified_name, number=source.number)
+                    state.write(path, self._files)
+            writer.sync()
+        for target in self.targets():
+            if (building := target.with_name(target.name + UNFINISHED_SUFFIX)).is_dir():
+                sync_tree(building, self._files)
+        return state
+
+    def verify(self) -> None:
+        """Compare every ledger and entry of the old and the new index. Raises Corrupt if they differ."""
+        for row in self.result.directories:
+            row.ledgers = row.entries = 0
+        for source in self.read_old():
+            found = self.read_new(source.ledger, source.number)
+            if found is None or _shared_facts(found[0]) != _shared_facts(source.data):
+                raise _difference(source.ledger, "its header")
+            count = 0
+            for old, new in zip_longest(source.places, found[1]):
+                if old != new:
+                    raise _difference(source.ledger, f"entry {(old or new)[0]}")
+                count += 1
+            self._progress(count)
+        for number, row in enumerate(self.result.directories):
+            if self.count_new(number) != row.ledgers:
+                raise Corrupt(f"The old and the new index of {row.path} differ in their ledgers: nothing was replaced")
+
+    def count(self, number: int, places: Iterator[EntryPlace]) -> Iterator[EntryPlace]:
+        """Yield `places`, and count a ledger and its entries for directory `number`."""
+        row = self.result.directories[number]
+        row.ledgers += 1
+        for place in places:
+            row.entries += 1
+            yield place
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a file or directory and sync both parents."""
+        self._files.rename(source, target)
+        self._files.sync_directory(target.parent)
+        if source.parent != target.parent:
+            self._files.sync_directory(source.parent)
+
+
+def _shared_facts(data: LedgerData) -> tuple[bytes, bool, bytes | None]:
+    """Return the fields that both kinds of index have."""
+    return data.master_key, data.fenced, data.explicit_lac or None
+
+
+def _difference(ledger: LedgerId, part: str) -> Corrupt:
+    return Corrupt(
+        f"The new index of ledger {ledger} differs from the old one ({part}): nothing was replaced",
+        hint="the old index may be damaged: run 'bkctl bookie check'",
+    )
+
+
+def _levels_in(current: Path) -> list[str]:
+    """Return the names of the directories of index files in `current`, sorted."""
+    return sorted(
+        entry.name
+        for entry in os.scandir(current)
+        if _LEVEL_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    )
+
+
+# --- index files to databases ---
+
+
+class _DatabasePairs(ExitStack):
+    """Pairs of (ledgers, locations) databases by directory number and scope, opened at first use."""
+
+    def __init__(self, path_of: Callable[[int, str], Path], open_database: Callable[[Any, Path, bool], Any]) -> None:
+        super().__init__()
+        self._path_of, self._open = path_of, open_database
+        self.pairs: dict[tuple[int, bool], tuple[LedgersDatabase, LocationsDatabase]] = {}
+
+    def get(self, number: int, scoped: bool) -> tuple[LedgersDatabase, LocationsDatabase]:
+        """Return the two databases of directory `number`; open them at the first call."""
+        if (number, scoped) not in self.pairs:
+            prefix = "scoped-" if scoped else ""
+            self.pairs[number, scoped] = (
+                self.enter_context(self._open(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)),
+                self.enter_context(self._open(LocationsDatabase, self._path_of(number, f"{prefix}locations"), scoped)),
+            )
+        return self.pairs[number, scoped]
+
+    def add(self, ledger: LedgerId, data: LedgerData, number: int) -> None:
+        """Begin a ledger in directory `number`."""
+        self._databases = self.get(number, ledger.is_scoped)
+        self._databases[0].put(ledger, data)
+
+    def put(self, ledger: LedgerId, places: Iterator[EntryPlace]) -> int:
+        """Write the entries of the ledger that was added last; return their number."""
+        return self._databases[1].put_all((ledger, *place) for place in places)
+
+    def sync(self) -> None:
+        """Sync every database to disk; locations before their ledgers."""
+        for ledgers, locations in self.pairs.values():
+            locations.flush()
+            ledgers.flush()
+
+
+class DatabaseConverter(IndexConverter):
+    """Converts index files to databases."""
+
+    def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
+        super().__init__(layout, files, progress)
+        self._new = _DatabasePairs(self._building, lambda kind, path, scoped: kind.open(path, scoped=scoped))
+
+    @cached_property
+    def paths(self) -> dict[LedgerId, Path]:
+        """Return the index file of every ledger, in id order. Raises Conflict if a ledger has two."""
+        found: dict[LedgerId, Path] = {}
+        for ledger, file, first in first_files(BookieIndexes(self._directories)):
+            if first != file.path:
+                raise Conflict(
+                    f"{first} and {file.path} are both the index of ledger {ledger}",
+                    hint=f"'bkctl bookie index regenerate {ledger}' merges them",
+                )
+            found[ledger] = first
+        return dict(sorted(found.items()))
+
+    def check(self) -> None:
+        if not self.paths:
+            where = ", ".join(str(storage.index_dir) for storage in self.storages)
+            raise UsageError(f"No index files found in {where}", hint="is the bookie converted already?")
+        for storage in self.storages:
+            _refuse_links(storage.index_dir)
+        for storage in self.storages:
+            for path in (storage.index_dir / "ledgers", storage.index_dir / "scoped-ledgers"):
+                with suppress(NotFound), LedgersDatabase.open(path) as database:
+                    if count := sum(1 for _ in database.ledgers()):
+                        raise Conflict(
+                            f"{path} has {count:,} ledgers, and {storage.index_dir} also has index files",
+                            hint="keep one of the two, move the other away",
+                        )
+        if len(self.storages) > 1:
+            self._check_log_directories()
+
+    def _check_log_directories(self) -> None:
+        """Refuse entries in a log where DbLedgerStorage would not look: it has one directory for each ledger id."""
+        numbers: dict[tuple[bool, int], int] = {}
+        for storage in self.storages:
+            for scoped in (False, True):
+                logs = storage.logs(scoped=scoped)
+                numbers.update(((scoped, log_id_of(log.name) or 0), storage.number) for log in logs)
+        for ledger, path in self.paths.items():
+            home = self._number_of(ledger)
+            with LedgerIndexReader.open(path) as reader:
+                for entry_id, location in reader.locations():
+                    log_id = unpack_location(location)[0]
+                    number = numbers.get((ledger.is_scoped, log_id), home)
+                    if number != home:
+                        raise Unsupported(
+                            f"Entry {entry_id} of ledger {ledger} is in log {log_id:x} of "
+                            f"{self.storages[number].ledger_dir}; DbLedgerStorage would look for it only in "
+                            f"{self.storages[home].ledger_dir}",
+                            hint=_COPY_HINT,
+                        )
+
+    def _number_of(self, ledger: LedgerId) -> int:
+        return ledger.value % len(self.storages)
+
+    def read_old(self, state: ConversionState | None = None) -> Iterator[IndexedLedger]:
+        for ledger, path in self.paths.items():
+            number = self._number_of(ledger)
+            if state is not None and state.has(ledger, number, by_directory=False):
+                continue
+            with LedgerIndexReader.open(path) as reader:
+                yield IndexedLedger(ledger, number, header_data(reader), self.count(number, reader.locations()))
+
+    def _building(self, number: int, name: str) -> Path:
+        return self.storages[number].index_dir / f"{name}{UNFINISHED_SUFFIX}"
+
+    def targets(self) -> list[Path]:
+        return [storage.index_dir / name for storage in self.storages for name in DATABASE_NAMES]
+
+    @contextmanager
+    def writer(self) -> Iterator[_DatabasePairs]:
+        with _DatabasePairs(self._building, _open_to_write) as databases:
+            for storage in self.storages:  # Apache's bookie needs both databases, even without ledgers.
+                databases.get(storage.number, False)
+            yield databases
+
+    def verify(self) -> None:
+        with self._new:
+            super().verify()
+
+    def count_new(self, number: int) -> int:
+        pairs = [pair for key, pair in self._new.pairs.items() if key[0] == number]
+        return sum(1 for ledgers, _ in pairs for _ in ledgers.ledgers())
+
+    def read_new(self, ledger: LedgerId, number: int) -> tuple[LedgerData, Iterator[EntryPlace]] | None:
+        ledgers, locations = self._new.get(number, ledger.is_scoped)
+        data = ledgers.get(ledger)
+        if data is None:
+            return None
+        return data, ((entry_id, location) for _, entry_id, location in locations.locations(ledger))
+
+    def swap(self, stamp: str) -> None:
+        for row, storage in zip(self.result.directories, self.storages, strict=True):
+            current = storage.index_dir
+            for name in DATABASE_NAMES:
+                building, target = self._building(storage.number, name), current / name
+                if building.is_dir():
+                    if target.is_dir():  # `check` found no ledger in it.
+                        self.rename(target, backup_name(target, stamp))
+                    self.rename(building, target)
+            backup = current / f"{INDEX}.backup-{stamp}"
+            self._files.make_directory(backup)
+            for level in _levels_in(current):
+                self.rename(current / level, backup / level)
+            row.backups.append(backup)
+
+
+def _open_to_write(kind: Any, path: Path, scoped: bool) -> Any:
+    if (path / ROCKSDB_CURRENT).exists():
+        return kind.edit(path, scoped=scoped)
+    return kind.create(path, scoped=scoped)
+
+
+def _refuse_links(current: Path) -> None:
+    for entry in os.scandir(current):
+        if _LEVEL_NAME.fullmatch(entry.name) and entry.is_symlink():
+            raise Unsupported(
+                f"{entry.path} is a symbolic link and cannot be renamed to a backup",
+                hint="replace the link by the directory that it points to",
+            )
+
+
+# --- databases to index files ---
+
+
+class _FileWriter(IndexFileBuilder):
+    """Writes index files, and syncs those of the ledgers added since the last flush."""
+
+    def __init__(self, directories: list[Path], files: Files) -> None:
+        super().__init__(directories)
+        self._directories, self._synced_files = directories, files
+        self._unsynced: list[Path] = []
+
+    def add(self, ledger: LedgerId, data: LedgerData, directory: int) -> None:
+        super().add(ledger, data, directory)
+        self._unsynced.append(self._directories[directory] / index_path(ledger))
+
+    def sync(self) -> None:
+        """Write the files in memory, and sync them and the directories above them."""
+        self.flush()
+        directories: dict[Path, None] = {}
+        for path in self._unsynced:
+            with self._synced_files.open_to_read(path) as file:
+                os.fsync(file.fd)
+            while path.name != _BUILDING_NAME:
+                path = path.parent
+                directories[path] = None
+        self._unsynced = []
+        for directory in directories:
+            self._synced_files.sync_directory(directory)
+
+
+class IndexFileConverter(IndexConverter):
+    """Converts databases to index files."""
+
+    def check(self) -> None:
+        if not any((storage.index_dir / "ledgers").is_dir() for storage in self.storages):
+            where = ", ".join(str(storage.index_dir) for storage in self.storages)
+            raise UsageError(f"No databases of ledgers found in {where}", hint="is the bookie converted already?")
+        file = next(BookieIndexes(self._directories).files(), None)
+        if file is not None:
+            raise Conflict(
+                f"The bookie has the index file {file.path} and also databases",
+                hint="keep one of the two indexes, move the other away",
+            )
+        self._check_log_ids()
+        for storage in self.storages:
+            for prefix in ("", "scoped-"):
+                _check_databases(storage.index_dir / f"{prefix}ledgers", storage.index_dir / f"{prefix}locations")
+
+    def _check_log_ids(self) -> None:
+        """Refuse equal log ids in two directories: Interleaved storage has one id space of logs for all."""
+        for scoped in (False, True):
+            seen: dict[str, Path] = {}
+            for storage in self.storages:
+                for log in storage.logs(scoped=scoped):
+                    first = seen.setdefault(log.name, log)
+                    if first != log:
+                        raise Unsupported(
+                            f"{first} and {log} have the same id; Interleaved storage needs distinct ids",
+                            hint=_COPY_HINT,
+                        )
+
+    def read_old(self, state: ConversionState | None = None) -> Iterator[IndexedLedger]:
+        for prefix in ("", "scoped-"):
+            for storage in self.storages:
+                number = storage.number
+                with ExitStack() as stack:
+                    try:
+                        ledgers = stack.enter_context(LedgersDatabase.open(storage.index_dir / f"{prefix}ledgers"))
+                    except NotFound:
+                        continue
+                    path = storage.index_dir / f"{prefix}locations"
+                    if not path.is_dir():
+                        continue
+                    locations = stack.enter_context(LocationsDatabase.open(path))
+                    for ledger, data in ledgers.ledgers():
+                        if state is None or not state.has(ledger, number, by_directory=True):
+                            places = self.count(number, _places(locations, ledger))
+                            yield IndexedLedger(ledger, number, data, places)
+
+    def _building(self, number: int) -> Path:
+        return self.storages[number].index_dir / _BUILDING_NAME
+
+    def targets(self) -> list[Path]:
+        return [storage.index_dir / INDEX for storage in self.storages]
+
+    def writer(self) -> AbstractContextManager[_FileWriter]:
+        directories = [self._building(storage.number) for storage in self.storages]
+        for directory in directories:
+            directory.mkdir(DIRECTORY_MODE, exist_ok=True)
+        return nullcontext(_FileWriter(directories, self._files))
+
+    def count_new(self, number: int) -> int:
+        return sum(1 for _ in BookieDirectories(index_dirs=[self._building(number)]).indexes())
+
+    def read_new(self, ledger: LedgerId, number: int) -> tuple[LedgerData, Iterator[EntryPlace]] | None:
+        try:
+            reader = LedgerIndexReader.open(self._building(number) / index_path(ledger))
+        except NotFound:
+            return None
+        return header_data(reader), reader.locations()
+
+    def swap(self, stamp: str) -> None:
+        for row, storage in zip(self.result.directories, self.storages, strict=True):
+            current, building = storage.index_dir, self._building(storage.number)
+            if building.is_dir():
+                for level in _levels_in(building):
+                    for place, _, _ in os.walk(current / level, topdown=False):
+                        os.rmdir(place)  # nothing but directories: an empty tree may be left
+                    self.rename(building / level, current / level)
+                building.rmdir()
+            for name in reversed(DATABASE_NAMES):
+                backup = current / f"{name}.backup-{stamp}"
+                if (current / name).is_dir():
+                    self.rename(current / name, backup)
+                if backup.is_dir():
+                    row.backups.append(backup)
+
+
+def _check_databases(path: Path, locations: Path) -> None:
+    """Refuse a database of ledgers with facts that index files cannot hold, or without its locations."""
+    try:
+        with LedgersDatabase.open(path) as database:
+            if not locations.is_dir() and next(database.ledgers(), None) is not None:
+                raise Corrupt(
+                    f"{path} has ledgers, but {locations} is missing",
+                    hint="'bkctl bookie index rebuild --locations' rebuilds it",
+                )
+            if (database.storage_flags() or 0) & 1:
+                raise Unsupported(
+                    f"{path}: the bookie must check its data first, which index files cannot record",
+                    hint=_LIMBO_HINT,
+                )
+            for ledger, data in database.ledgers():
+                if data.limbo:
+                    raise Unsupported(
+                        f"Ledger {ledger} in {path} awaits a data integrity check (limbo), which index files cannot "
+                        "record",
+                        hint=_LIMBO_HINT,
+                    )
+                if not any(data.master_key):
+                    raise Unsupported(
+                        f"Ledger {ledger} in {path} has no master key; an index file could never get one",
+                        hint="'bkctl bookie index rebuild --ledgers --metadata-uri URI' finds it",
+                    )
+    except NotFound:
+        return
+
+
+def _places(locations: LocationsDatabase, ledger: LedgerId) -> Iterator[EntryPlace]:
+    for _, entry_id, location in locations.locations(ledger):
+        if entry_id > ENTRY_ID_MAX:
+            raise Unsupported(f"Ledger {ledger} has entry {entry_id}: index files end at entry {ENTRY_ID_MAX}")
+        if location:
+            yield entry_id, location

@@ -66,7 +66,7 @@ def refuse_writers(directories: Iterable[Path]) -> None:
     That is a bookie's mark even when it has no lock (Apache's) and its registration is lost; readers do not count.
     """
     roots = [directory.resolve() for directory in directories if directory.is_dir()]
-    _refuse_holders(list(_by_open_files(roots, writing=True)) if roots else [])
+    _refuse(list(_by_open_files(roots, writing=True)) if roots else [])
 
 
 @contextlib.contextmanager
@@ -83,20 +83,20 @@ def hold(
     """
     given = list(dict.fromkeys(current_of(directory) for directory in directories))
     watched = [*given, *_siblings(given)]
-    _refuse(watched)
+    _refuse(holders(watched))
     blindness = _blindness(watched)
     if blindness:
         note(blindness)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context((files or Files()).lock(sorted(given)))
-            _refuse(watched)
+            _refuse(holders(watched))
             # Locked last: looking for the owner of such a lock, as `_refuse` does, would release ours.
             for current in given:
                 for name in ROCKSDB_NAMES:
                     _lock_database(current / name, held)
         except (DirectoryInUse, BlockingIOError) as error:
-            _refuse(watched)
+            _refuse(holders(watched))
             raise DirectoryInUse(f"Another process holds {', '.join(map(str, given))}", hint=_HINT) from error
         # RocksDB names no modes for its files.
         held.callback(os.umask, restrict_new_files())
@@ -119,11 +119,7 @@ def _blindness(directories: Sequence[Path]) -> str:
     return f"Cannot see whether a bookie of Apache's has files of {where} open: {reason}"
 
 
-def _refuse(directories: Sequence[Path]) -> None:
-    _refuse_holders(holders(directories))
-
-
-def _refuse_holders(found: Sequence[Holder]) -> None:
+def _refuse(found: Sequence[Holder]) -> None:
     if found:
         first = found[0]
         others = f" and {len(found) - 1} others" if len(found) > 1 else ""
@@ -242,7 +238,9 @@ def _by_open_files(roots: Sequence[Path], *, writing: bool = False) -> Iterator[
             is_held = f"{target}/".startswith(prefixes)
             if is_elsewhere and not is_held:
                 if inodes is None:
-                    inodes = _inodes(roots)
+                    places = [place for root in roots for place in os.walk(root)]
+                    paths = [Path(directory, name) for directory, _, names in places for name in ("", *names)]
+                    inodes = {_inode(path) for path in paths} - {None}
                 is_held = _inode(directory / name) in inodes
             if is_held and (not writing or _is_written(_PROC / process / "fdinfo" / name)):
                 yield _holder(int(process), Path(target))
@@ -267,11 +265,6 @@ def _is_written(description: Path) -> bool:
     except (OSError, StopIteration):
         return False
     return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
-
-
-def _inodes(roots: Sequence[Path]) -> set[tuple[int, int] | None]:
-    places = [place for root in roots for place in os.walk(root)]
-    return {_inode(Path(directory, name)) for directory, _, names in places for name in ("", *names)} - {None}
 
 
 def _inode(path: Path) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import LedgerIndexReader
 from bkctl.files.journal import JournalReader
 from bkctl.files.windows import FileReader
 from bkctl.formats.entry import read_lac_header
@@ -83,6 +84,12 @@ def _read_journal(reader: JournalReader, facts: dict[LedgerId, JournalFacts]) ->
             fact.fenced = True
         elif record.type is RecordType.EXPLICIT_LAC:
             fact.explicit_lac = record.special_payload
+
+
+def header_data(reader: LedgerIndexReader) -> LedgerData:
+    """Return the data in the header of an index file."""
+    header = reader.header
+    return LedgerData(True, header.fenced, header.master_key, header.explicit_lac)
 
 
 def is_ledger(ledger: LedgerId) -> bool:

@@ -63,9 +63,11 @@ class BookieLayout(NamedTuple):
         found = [path for current in self.ledger_dirs for path in Storage(0, current, current).logs(scoped=scoped)]
         return sorted(found, key=lambda path: log_id_of(path.name) or 0)
 
-    def journal_size(self) -> int:
-        """Return the bytes of all journals."""
-        return sum(path.stat().st_size for directory in self.journal_dirs for path in directory.glob("**/*.txn"))
+    def size_to_read(self, *, log_passes: int = 1, journals: bool = True) -> int:
+        """Return about how many bytes a repair reads, for its progress."""
+        logs = [path for scoped in (False, True) for path in self.logs(scoped=scoped)] * log_passes
+        read = [path for directory in self.journal_dirs for path in directory.glob("**/*.txn")] if journals else []
+        return sum(path.stat().st_size for path in (*logs, *read))
 
 
 def find_layout(directories: BookieDirectories) -> BookieLayout:

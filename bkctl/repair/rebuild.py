@@ -110,12 +110,6 @@ def rebuild(
     return run.result
 
 
-def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int:
-    """Return about how many bytes `rebuild` reads, for its progress."""
-    logs = [path for scoped in (False, True) for storage in layout.storages() for path in storage.logs(scoped=scoped)]
-    return sum(path.stat().st_size for path in logs) * (ledgers + locations) + (layout.journal_size() if ledgers else 0)
-
-
 @dataclass
 class _RebuildRun:
     """One rebuild: the databases built so far, and their sources."""

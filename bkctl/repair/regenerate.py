@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from bkctl.checks.index_rows import first_files
 from bkctl.disk import DIRECTORY_MODE, FILE_MODE, Files, StorageFile
 from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories
@@ -30,6 +31,7 @@ from bkctl.repair.index_contents import (
     Progress,
     RepairFindings,
     decide_ledger_data,
+    header_data,
     read_journals,
     read_log_entries,
     read_log_ledgers,
@@ -114,12 +116,6 @@ def regenerate(
     return run.result
 
 
-def size_to_read(layout: BookieLayout) -> int:
-    """Return about how many bytes `regenerate` reads, for its progress."""
-    logs = [*layout.logs(scoped=False), *layout.logs(scoped=True)]
-    return sum(path.stat().st_size for path in logs) + layout.journal_size()
-
-
 class _RegenerationRun:
     """One regeneration: its ledgers, their facts, and the files built so far."""
 
@@ -178,30 +174,23 @@ class _RegenerationRun:
             )
 
     def _index_files(self) -> dict[LedgerId, Path]:
-        found: dict[LedgerId, Path] = {}
         with BookieIndexes(BookieDirectories(index_dirs=self._layout.index_dirs)) as indexes:
-            for file in indexes.files():
-                if isinstance(file.id, LedgerId):
-                    found.setdefault(file.id, file.path)
-        return found
+            return {ledger: first for ledger, _, first in first_files(indexes)}
 
     def _ledgers_in_logs(self) -> set[LedgerId]:
-        found: set[LedgerId] = set()
-        for scoped in (False, True):
-            for log in self._layout.logs(scoped=scoped):
-                found |= read_log_ledgers(log, RepairFindings())
-        return found
+        logs = [log for scoped in (False, True) for log in self._layout.logs(scoped=scoped)]
+        return set().union(*(read_log_ledgers(log, RepairFindings()) for log in logs))
 
     def _old_header(self, row: RegeneratedIndex, path: Path) -> LedgerData | None:
         try:
             with LedgerIndexReader.open(path) as reader:
-                header = reader.header
+                data = header_data(reader)
                 row.entries_before = sum(1 for _ in reader.locations())
         except (Corrupt, TruncatedRecord, Unsupported) as error:
             self.result.findings.notes.append(str(error))
             return None
         self._old[row.ledger] = path
-        return LedgerData(True, header.fenced, header.master_key, header.explicit_lac)
+        return data
 
     def build(self, *, dry_run: bool) -> None:
         """Read the logs and build the index files beside the old ones; in a dry run only count."""

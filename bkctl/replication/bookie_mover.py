@@ -8,36 +8,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator
+import os
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotEnoughBookies
+from bkctl.errors import (
+    BkctlError,
+    BookieUnavailable,
+    Conflict,
+    Corrupt,
+    LedgerLengthUnknown,
+    LedgerNotFound,
+    LedgerRecoveryFailed,
+    MetadataVersionConflict,
+    NotEnoughBookies,
+    NotFound,
+    TimedOut,
+    Unreachable,
+)
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
+from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.pace import Pace
-from bkctl.replication.fragments import spans_text
-from bkctl.replication.holdings import HeldLedger, is_covered, ledgers_on
-from bkctl.replication.ledger_mover import LedgerMover
-from bkctl.replication.lost_entries import LostEntryFinder, UnreadableSpans
-from bkctl.replication.move_plan import (
+from bkctl.replication.fragments import EntrySpan, spans_text
+from bkctl.replication.holdings import (
+    HeldLedger,
     LedgerMove,
     MoveOutcome,
     MovePlan,
     MoveProgress,
     PlannedFragment,
     check_scopes_known,
+    is_covered,
+    ledgers_on,
     left_open,
 )
-from bkctl.replication.move_queue import MoveQueue
-from bkctl.replication.replicator import LedgerFragmentReplicator
-from bkctl.tasks import in_order
+from bkctl.replication.replica_reads import LostEntryFinder, UnreadableSpans
+from bkctl.replication.replicator import LedgerFragmentReplicator, LedgerReplication, Outcome
+from bkctl.replication.signals import BatchedCalls
+from bkctl.tasks import cancel_and_wait, in_order, run_to_end
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import RegisteredBookie
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.metadata.store import Claim
     from bkctl.replication.resume import ResumeFile
 
 T = TypeVar("T")
@@ -79,14 +100,6 @@ class BookieMover:
         self._pace = pace or Pace()
         self._replicator = LedgerFragmentReplicator(bookkeeper, pace=self._pace, progress=self.progress.copied)
         self.lost_entries = LostEntryFinder(bookkeeper, self._replicator.checker.replicas)
-        self._mover = LedgerMover(
-            self._cluster,
-            self._replicator,
-            self.leaving,
-            self.progress.plan.marked,
-            skip_open=skip_open,
-            fence=fence,
-        )
 
     async def held(
         self, ids: Iterable[LedgerId] | None = None, *, doubtful: bool = False
@@ -141,7 +154,7 @@ class BookieMover:
             return [LedgerMove(held.ledger, MoveOutcome.FAILED, held.metadata.state, problem=error.message)]
         planned: list[PlannedFragment | LedgerMove] = []
         for fragment in held.fragments:
-            if fragment.last_entry_id is None and not closes:
+            if not (fragment.closed or closes):
                 planned.append(left_open(held))
                 continue
             targets: dict[int, str] = {}
@@ -149,9 +162,9 @@ class BookieMover:
             silent = self.lost_entries.silent_text(fragment.ensemble)
             problem = f"No bookie that answers has {spans_text(spans)}{silent}" if spans else open_problem
             try:
-                targets = await self._replicator.targets(held.bad_fragment(fragment), exclude=self.leaving)
+                targets = await self._replicator.targets(fragment, exclude=self.leaving)
             except NotEnoughBookies as error:
-                if fragment.entry_count != 0:
+                if fragment.held_count != 0:
                     problem = error.message
             planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans, lost))
         return planned
@@ -165,7 +178,7 @@ class BookieMover:
         if held.metadata.is_closed:
             return None
         if held.grows:
-            schedule, ensemble = RoundRobinDistributionSchedule.of(held.metadata), held.fragments[-1].ensemble
+            schedule, ensemble = held.fragments[-1].schedule, held.fragments[-1].ensemble
             away = (set(ensemble) - set(up)) | set(self.lost_entries.silent(ensemble))
             if not self._fence or is_covered(schedule, ensemble, set(ensemble) - away):
                 return None
@@ -184,7 +197,10 @@ class BookieMover:
         store; a ledger's own error is in its result.
         """
         remaining = iter(ids) if resume is None else self._not_done(ids, resume)
-        queue = MoveQueue(remaining, self._cluster.ledgers, self._mover, self.progress, self._pace, self._note)
+        queue = MoveQueue(
+            remaining, self._cluster, self._replicator, self.leaving, self.progress, self._pace, self._note,
+            skip_open=self._skip_open, fence=self._fence,
+        )  # fmt: skip
         async with contextlib.aclosing(queue.results()) as results:
             async for result in results:
                 self.progress.ledger_count += 1
@@ -237,3 +253,262 @@ class BookieMover:
             return tuple(deleted)
 
         return await asyncio.to_thread(delete)
+
+
+# --- the moves of many ledgers -----------------------------------------------------------------------------------
+
+#: Attempts to move a ledger whose ensembles other clients change meanwhile.
+_ATTEMPT_COUNT_MAX: Final = 3
+#: Ledgers that are moved at once; so many wait for the metadata store together.
+CONCURRENCY: Final = 512
+#: The time for which another worker keeps a locked ledger to itself; then its entries are copied ahead.
+LOCK_PATIENCE_S: Final = 15.0
+#: The time after which a ledger that stayed locked fails. A worker keeps the lock of a ledger that it could not
+#: replicate for 5 minutes (lockReleaseOfFailedLedgerGracePeriod).
+LOCK_WAIT_S_MAX: Final = 600.0
+#: The pauses between tries for a lock grow from the first to the second.
+_LOCK_POLL_S: Final = 0.5
+_LOCK_POLL_S_MAX: Final = 5.0
+#: The time between looks for a pause.
+_PAUSE_POLL_S: Final = 1.0
+
+
+class _Attempt(NamedTuple):
+    """A ledger being moved or locked, the monotonic time of its next try, and that of its first.
+
+    `is_ahead`: its entries are copied already, without the lock.
+    """
+
+    due_s: float
+    ledger: LedgerId
+    since_s: float
+    is_ahead: bool = False
+
+
+@dataclass(eq=False)
+class MoveQueue:
+    """Moves ledgers off the bookies `leaving`, up to CONCURRENCY at once, each under its auto-recovery lock.
+
+        waiting → metadata read ahead → running → result
+                                      ↖         ↙
+                                        locked
+
+    A ledger that another worker has locked is retried. A pause ends the moves that are running, so that no ledger stays
+    locked, and repeats them afterwards. Fragments that were copied by then are not copied again.
+
+    `report` gets a message when only locked ledgers are left; `skip_open` and `fence` are BookieMover's.
+    """
+
+    waiting: Iterator[LedgerId]
+    cluster: Cluster
+    replicator: LedgerFragmentReplicator
+    leaving: frozenset[str]
+    progress: MoveProgress
+    pace: Pace
+    report: Callable[[str], None]
+    skip_open: bool
+    fence: bool
+    _read: deque[tuple[LedgerId, VersionedMetadata | BkctlError | None]] = field(default_factory=deque)
+    #: A heap: the ledger that is due first comes first.
+    _locked: list[_Attempt] = field(default_factory=list)
+    _running: dict[asyncio.Task[LedgerMove | None], _Attempt] = field(default_factory=dict)
+    _ended: asyncio.Queue[asyncio.Task[LedgerMove | None]] = field(default_factory=asyncio.Queue)
+    _has_reported: bool = False
+
+    def __post_init__(self) -> None:
+        self._state = AutoRecoveryState(self.cluster.store)
+        owner = f"{os.uname().nodename}:{os.getpid()}"
+        self._lock: BatchedCalls[LedgerId, Claim] = BatchedCalls(lambda ids: self._state.locks.lock_many(ids, owner))
+        self._unlock: BatchedCalls[LedgerId, None] = BatchedCalls(self._unlock_many)
+
+    async def results(self) -> AsyncGenerator[LedgerMove, None]:
+        """Yield the result of each ledger as its move ends. Raise errors of the store."""
+        ahead = self._read_ahead()
+        try:
+            while True:
+                if self.pace.is_paused:
+                    await self._pause()
+                while self._locked and len(self._running) < CONCURRENCY and self._locked[0].due_s <= time.monotonic():
+                    self._start(heappop(self._locked), None)
+                while len(self._running) < CONCURRENCY:
+                    if not self._read:
+                        self._read.extend(await ahead)
+                        if not self._read:
+                            break
+                        ahead = self._read_ahead()
+                    ledger, found = self._read.popleft()
+                    known = None if isinstance(found, BkctlError) else found
+                    now = time.monotonic()
+                    self._start(_Attempt(now, ledger, now), known)
+                self.progress.locked_count = len(self._locked)
+                if not self._running and not self._locked:
+                    return
+                result = await self._next_result()
+                if result is not None:
+                    yield result
+        finally:
+            await cancel_and_wait(ahead, *self._running)
+
+    def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
+        batch = list(islice(self.waiting, CONCURRENCY))
+        return asyncio.create_task(asyncio.to_thread(lambda: list(self.cluster.ledgers.read_many(batch))))
+
+    async def _pause(self) -> None:
+        """End the running moves, and wait for the end of the pause; the moves without a result come first then."""
+        began = time.monotonic()
+        moves = dict(self._running)
+        await cancel_and_wait(*moves)
+        for task, attempt in reversed(moves.items()):
+            if task.cancelled():
+                del self._running[task]
+                self._read.appendleft((attempt.ledger, None))
+        await self.pace.resumed()
+        self.progress.paused(time.monotonic() - began)
+
+    def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
+        waited_s = time.monotonic() - attempt.since_s
+        copies_ahead = waited_s >= LOCK_PATIENCE_S and not attempt.is_ahead
+        is_last = attempt.is_ahead and waited_s >= LOCK_WAIT_S_MAX
+        task = asyncio.ensure_future(self._move(attempt.ledger, found, copies_ahead=copies_ahead, is_last=is_last))
+        self._running[task] = attempt._replace(is_ahead=attempt.is_ahead or copies_ahead)
+        task.add_done_callback(self._ended.put_nowait)
+
+    async def _next_result(self) -> LedgerMove | None:
+        """Wait for the end of a move, at most until a locked ledger is due; return None if no ledger has a result."""
+        if not self._running:
+            self._report_waiting([attempt.ledger for attempt in self._locked])
+        timeout_s = _PAUSE_POLL_S
+        if self._locked and len(self._running) < CONCURRENCY:
+            timeout_s = min(timeout_s, max(self._locked[0].due_s - time.monotonic(), 0.0))
+        try:
+            async with asyncio.timeout(timeout_s):
+                task = await self._ended.get()
+        except TimeoutError:
+            return None
+        if task.cancelled():  # By a pause.
+            return None
+        attempt = self._running.pop(task)
+        result = task.result()
+        if result is None:
+            now = time.monotonic()
+            pause_s = min(_LOCK_POLL_S + (now - attempt.since_s) / 4, _LOCK_POLL_S_MAX)
+            heappush(self._locked, attempt._replace(due_s=now + pause_s))
+        return result
+
+    def _report_waiting(self, locked: Sequence[LedgerId]) -> None:
+        """Report once that all ledgers left are locked by other workers."""
+        if not self._has_reported:
+            self._has_reported = True
+            names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
+            self.report(
+                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
+                f"auto-recovery's; waiting up to {LOCK_WAIT_S_MAX / 60:g} min for them"
+            )
+
+    async def _move(
+        self, ledger: LedgerId, found: VersionedMetadata | None, *, copies_ahead: bool, is_last: bool
+    ) -> LedgerMove | None:
+        """Move the ledger under its lock. Return None if another worker has it locked.
+
+        With `copies_ahead`, entries of a locked ledger are copied then, so that the move under the lock has little left
+        to do: it lists the targets again, since only the lock keeps bookies from collecting the copies. With `is_last`,
+        a locked ledger has failed. `found` is its metadata (None: read now). Raise errors of the store.
+        """
+        is_locked_by_another = False
+        try:
+            try:
+                lock = await run_to_end(self._lock(ledger))
+            except Conflict as error:
+                is_locked_by_another = True
+                if is_last:
+                    problem = f"{error.message}, for too long; 'bkctl autorecovery status' shows the locks"
+                    return LedgerMove(ledger, MoveOutcome.FAILED, problem=problem)
+                if copies_ahead:
+                    with contextlib.suppress(BkctlError):  # The move under the lock meets it again.
+                        await self.replicator.copy_ahead(ledger, self.leaving, skip_open=self.skip_open)
+                return None
+            return await self._move_locked(ledger, found, lock)
+        finally:
+            if not is_locked_by_another:
+                await run_to_end(self._unlock(ledger))
+
+    async def _move_locked(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim) -> LedgerMove:
+        state = None
+        try:
+            for _ in range(_ATTEMPT_COUNT_MAX):
+                if found is None:
+                    found = await asyncio.to_thread(self.cluster.ledgers.read, ledger)
+                state = state or found.metadata.state
+                if self.skip_open and found.metadata.state is LedgerState.OPEN:
+                    return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
+                replication = await self.replicator.replicate_ledger(
+                    ledger, found, bookies=self.leaving, fence=self.fence, lock=lock
+                )
+                found = None
+                if not any(fragment.outcome is Outcome.SUPERSEDED for fragment in replication.fragments):
+                    break
+        except LedgerNotFound:
+            return LedgerMove(ledger, MoveOutcome.GONE)
+        except LedgerLengthUnknown as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=str(error))
+        except (LedgerRecoveryFailed, BookieUnavailable) as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        except TimedOut as error:
+            await asyncio.to_thread(self.cluster.instance_id)  # Raises if the silent server is the store.
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        except Unreachable:
+            raise
+        except BkctlError as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+        moved = _result_of(ledger, state, replication)
+        if moved.outcome is MoveOutcome.MOVED and ledger in self.progress.plan.marked:
+            await asyncio.to_thread(self._unmark, ledger)
+        return moved
+
+    def _unlock_many(self, ledgers: list[LedgerId]) -> list[None]:
+        self._state.locks.unlock_many(ledgers)
+        return [None] * len(ledgers)
+
+    def _unmark(self, ledger: LedgerId) -> None:
+        """Delete the ledger's mark if it names leaving bookies only; otherwise a worker replicates the other ones."""
+        with contextlib.suppress(NotFound, MetadataVersionConflict, Corrupt):
+            mark = self._state.marks.get(ledger)
+            if mark is not None and self.leaving.issuperset(mark.missing_replicas):
+                self._state.marks.remove(ledger, mark.version)
+
+
+def _result_of(ledger: LedgerId, before: LedgerState | None, replication: LedgerReplication) -> LedgerMove:
+    """Return the result for a ledger that was in the state `before`, and was replicated as `replication` says."""
+    check = replication.check
+    counts = (
+        check.metadata.state,
+        sum(bool(fragment.replaced) for fragment in replication.fragments),
+        sum(fragment.entry_count for fragment in replication.fragments),
+        sum(fragment.size_bytes for fragment in replication.fragments),
+    )
+    if replication.unreadable:
+        spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
+        silent = [entries for entries in replication.unreadable if not entries.lost]
+        outcome = MoveOutcome.FAILED if silent else MoveOutcome.UNRECOVERABLE
+        now = " now" if silent else ""
+        problem = f"No bookie gives {spans_text(spans)}{now} ({(silent or replication.unreadable)[0].answers})"
+        return LedgerMove(ledger, outcome, *counts, spans, problem)
+    if replication.errors:
+        return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem=replication.errors[0][1].message)
+    if replication.left_open:
+        problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
+        if check.fragments[-1].first_entry_id < check.metadata.last_fragment.first_entry_id:
+            problem = (
+                f"Its writer left these bookies, so it is not fenced; entries {check.last_add_confirmed + 1} to "
+                f"{check.fragments[-1].last_entry_id} stay until later ones are confirmed, or it is closed"
+            )
+        return LedgerMove(ledger, MoveOutcome.OPEN, *counts, problem=problem)
+    if not check.fragments:
+        # Closing a ledger moves its last entries to other bookies; these may have been all.
+        closed = before in (LedgerState.OPEN, LedgerState.IN_RECOVERY) and check.metadata.is_closed
+        return LedgerMove(ledger, MoveOutcome.MOVED if closed else MoveOutcome.GONE, *counts)
+    if not replication.done:
+        return LedgerMove(
+            ledger, MoveOutcome.FAILED, *counts, problem="Other processes change its ensembles at the same time"
+        )
+    return LedgerMove(ledger, MoveOutcome.MOVED, *counts)

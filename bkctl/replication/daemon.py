@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,7 @@ from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.underreplication import AuditorElection, UnderreplicationLayout
-from bkctl.replication.auditor import Auditor
-from bkctl.replication.election import AuditorElector
+from bkctl.replication.auditor import Auditor, AuditorElector
 from bkctl.replication.signals import Signal, opened
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker
@@ -125,13 +125,12 @@ async def serve(auto_recovery: AutoRecovery, *, started: Callable[[], None] = la
 
 async def _until(stop: Signal, running: asyncio.Future[None]) -> None:
     """Wait for `stop`, and cancel `running` then; raise the error of `running` if it fails first."""
-    stopping = asyncio.ensure_future(stop.wait(float("inf")))
     try:
-        await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)
+        await stop.wait(math.inf, running)
         if running.done():
             running.result()
     finally:
-        await cancel_and_wait(stopping, running)
+        await cancel_and_wait(running)
 
 
 class AutoRecoveryThread:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
@@ -16,9 +16,8 @@ from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
 from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.fragments import EntrySpan, spans_text
-from bkctl.replication.holdings import HeldLedger, Replacements
+from bkctl.replication.holdings import HeldLedger, LedgerMove, MovePlan, Replacements, check_scopes_known
 from bkctl.replication.marking import mark_ledgers
-from bkctl.replication.move_plan import LedgerMove, MovePlan, check_scopes_known
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -98,6 +97,8 @@ class Departure(ABC):
     fence: ClassVar[bool] = True
     #: The advice for results of moves.
     advice: ClassVar[Mapping[StepResult, str]] = {}
+    #: The kinds of blocked steps that forbid all moves.
+    forbidding: ClassVar[Collection[StepKind]] = ()
 
     bookkeeper: BookKeeper
     bookie_id: str
@@ -114,6 +115,21 @@ class Departure(ABC):
             self.bookkeeper, [self.bookie_id], self.plan, pace=self.pace, fence=self.fence, note=self.note
         )
         self._cluster = self.bookkeeper.cluster
+
+    async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:
+        """Yield the obstacles to the departure, and change nothing.
+
+        With `probe`, bookies are asked which entries they have, ledger by ledger. Raise as `preconditions`, and errors
+        of the store.
+        """
+        for steps in (self.preconditions(), self.capacity(), self.obstacles(probe=probe)):
+            async for step in steps:
+                self.forbidden |= step.result is StepResult.BLOCKED and step.kind in self.forbidding
+                yield step
+
+    @abstractmethod
+    def preconditions(self) -> AsyncGenerator[Step, None]:
+        """Yield a step for each condition that the bookie and the cluster must meet."""
 
     async def run(self) -> AsyncGenerator[Step, None]:
         """Move all that is on the bookie; yield a step for each ledger, and one for the end."""
@@ -282,6 +298,7 @@ class Decommission(Departure):
     """
 
     advice: ClassVar = {StepResult.UNRECOVERABLE: UNRECOVERABLE_ADVICE}
+    forbidding: ClassVar = (StepKind.STOPPED, StepKind.AUTO_RECOVERY, StepKind.COOKIE, StepKind.SPACE)
 
     keep_cookie: bool = False
 
@@ -289,12 +306,8 @@ class Decommission(Departure):
         super().__post_init__()
         self._state = AutoRecoveryState(self._cluster.store)
 
-    async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:
-        """Yield the obstacles to the decommission, and change nothing.
-
-        With `probe`, bookies are asked which entries they have, ledger by ledger. Raise NotFound for a bookie that is
-        neither registered nor named by a ledger, and errors of the store.
-        """
+    async def preconditions(self) -> AsyncGenerator[Step, None]:
+        """Raise NotFound for a bookie that is neither registered nor named by a ledger."""
         found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
         if found is None and not self.plan.ledgers and not self.plan.damaged:
             raise NotFound(
@@ -303,7 +316,6 @@ class Decommission(Departure):
                 hint="'bkctl bookies list' shows them",
             )
         if found is not None and found.state != "down":
-            self.forbidden = True
             yield Step(
                 StepKind.STOPPED, StepResult.BLOCKED, f"{self.bookie_id} is registered ({found.state})",
                 f"stop it first; 'bkctl bookies drain {self.bookie_id}' moves its ledgers while it serves",
@@ -313,7 +325,6 @@ class Decommission(Departure):
         if await asyncio.to_thread(self._state.settings.is_enabled):
             yield Step(StepKind.AUTO_RECOVERY, StepResult.OK, "Auto-recovery is on")
         else:
-            self.forbidden = True
             yield Step(
                 StepKind.AUTO_RECOVERY, StepResult.BLOCKED, "Auto-recovery is disabled, so nothing is to be moved now",
                 "'bkctl autorecovery enable'; 'bkctl bookies recover' works without",
@@ -322,14 +333,8 @@ class Decommission(Departure):
             try:
                 await asyncio.to_thread(check_scopes_known, self._cluster)
             except Conflict as error:
-                self.forbidden = True
                 yield Step(StepKind.COOKIE, StepResult.BLOCKED, error.message, error.hint)
         yield await self._auditor()
-        async for step in self.capacity():
-            self.forbidden |= step.kind is StepKind.SPACE and step.result is StepResult.BLOCKED
-            yield step
-        async for step in self.obstacles(probe=probe):
-            yield step
 
     async def _finish(self, left: Sequence[LedgerId]) -> Step:
         given_up = f"; {counted(len(self._skipped), 'ledger')} given up" if self._skipped else ""
@@ -402,17 +407,14 @@ class Drain(Departure):
 
     fence = False
     advice: ClassVar = {StepResult.OPEN: OPEN_ADVICE}
+    forbidding: ClassVar = (StepKind.READ_ONLY,)
 
-    async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:
-        """Yield the obstacles to the drain, and change nothing.
-
-        Raise Conflict for a bookie that is down, NotFound for an unknown bookie.
-        """
+    async def preconditions(self) -> AsyncGenerator[Step, None]:
+        """Raise Conflict for a bookie that is down, NotFound for an unknown bookie."""
         found = await self._up()
         if found.state == "ro":
             yield Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} is read-only")
         elif found.http_endpoint is None:
-            self.forbidden = True
             yield Step(
                 StepKind.READ_ONLY, StepResult.BLOCKED,
                 f"{self.bookie_id} is writable, and has no HTTP server that could make it read-only",
@@ -422,10 +424,6 @@ class Drain(Departure):
             yield Step(
                 StepKind.READ_ONLY, StepResult.WARNING, f"{self.bookie_id} is writable; it will become read-only"
             )
-        async for step in self.capacity():
-            yield step
-        async for step in self.obstacles(probe=probe):
-            yield step
 
     async def set_read_only(self, switch: Callable[[RegisteredBookie], None], timeout_s: float) -> Step:
         """Make a writable bookie read-only by `switch`, which may block, and wait until it has registered as read-only.

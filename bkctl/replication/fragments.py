@@ -115,6 +115,11 @@ class LedgerFragment:
         """The ids of the bad bookies."""
         return tuple(fault.bookie_id for fault in self.faults)
 
+    @property
+    def held_count(self) -> int | None:
+        """The number of replicas of its entries on the bad bookies; None while it may still grow."""
+        return sum(fault.entry_count for fault in self.faults) if self.closed else None
+
     def given(self, indexes: Iterable[int]) -> LedgerFragment:
         """Return the fragment with the bookies at these ensemble indexes as bad ones, whatever they hold."""
         return replace(

@@ -1,4 +1,4 @@
-"""Finds what bookies hold by the ledgers' metadata, in every scope, and what would be lost if they stopped.
+"""Contents of bookies by the ledgers' metadata, in every scope: what would be lost without them, and what is to move.
 
 No bookie is asked. Source: BookieLedgerIndexer, BookKeeperAdmin (getLedgersContainBookies,
 areEntriesOfLedgerStoredInTheBookie), RoundRobinDistributionSchedule.
@@ -6,53 +6,52 @@ areEntriesOfLedgerStoredInTheBookie), RoundRobinDistributionSchedule.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
-from bkctl.ids import LedgerId, check_bookie_id
+from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.underreplication import LedgerMarks, UnderreplicatedLedger
-from bkctl.replication.fragments import LedgerFragment
+from bkctl.replication.fragments import EntrySpan, LedgerFragment
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
-
 # --- holdings ---------------------------------------------------------------------------------------------------------
 
 
-class HeldFragment(NamedTuple):
-    """A fragment whose ensemble has some of the wanted bookies, at the ensemble indexes `indexes`.
+class Stripe(NamedTuple):
+    """A write set of a fragment: its bookies, and its first and last entry; None where the fragment still grows."""
 
-    `entry_count` is the number of replicas of the fragment's entries on these bookies. It and `last_entry_id` are None
-    in a fragment that still grows; `last_entry_id` is `first_entry_id - 1` in one without entries.
-    """
-
-    first_entry_id: int
-    last_entry_id: int | None
-    ensemble: tuple[str, ...]
-    indexes: tuple[int, ...]
-    entry_count: int | None
+    fragment: LedgerFragment
+    bookies: tuple[str, ...]
+    first: int
+    last: int | None
 
     @property
-    def bookies(self) -> tuple[str, ...]:
-        """The wanted bookies of the ensemble."""
-        return tuple(self.ensemble[index] for index in self.indexes)
+    def entry_count(self) -> int | None:
+        return None if self.last is None else (self.last - self.first) // len(self.fragment.ensemble) + 1
 
 
 @dataclass(frozen=True)
 class HeldLedger:
-    """A ledger whose metadata names some of the wanted bookies, and the fragments that do."""
+    """A ledger whose metadata names some of the wanted bookies, and the fragments that do.
+
+    The wanted bookies are the bad ones of the fragments. A fragment that still grows is not closed, and has no entries.
+    """
 
     ledger: LedgerId
     found: VersionedMetadata
-    fragments: tuple[HeldFragment, ...]
+    fragments: tuple[LedgerFragment, ...]
 
     @property
     def metadata(self) -> LedgerMetadata:
@@ -61,7 +60,7 @@ class HeldLedger:
     @property
     def grows(self) -> bool:
         """True if a writer may be adding entries to the wanted bookies: in the last fragment of a ledger not closed."""
-        return any(fragment.last_entry_id is None for fragment in self.fragments)
+        return not all(fragment.closed for fragment in self.fragments)
 
     @property
     def holds_entries(self) -> bool:
@@ -69,12 +68,12 @@ class HeldLedger:
 
         Source: areEntriesOfLedgerStoredInTheBookie.
         """
-        return any(fragment.entry_count != 0 for fragment in self.fragments)
+        return any(fragment.held_count != 0 for fragment in self.fragments)
 
     @property
     def entry_count(self) -> int:
         """The known number of replicas of entries on the wanted bookies."""
-        return sum(fragment.entry_count or 0 for fragment in self.fragments)
+        return sum(fragment.held_count or 0 for fragment in self.fragments)
 
     @property
     def size_bytes(self) -> int:
@@ -84,53 +83,34 @@ class HeldLedger:
             return 0
         return metadata.length * self.entry_count // (metadata.last_entry_id + 1)
 
-    def bad_fragment(self, fragment: HeldFragment) -> LedgerFragment:
-        """Return the fragment with the wanted bookies as bad ones; it has no entries while it grows."""
-        schedule = RoundRobinDistributionSchedule.of(self.metadata)
-        first, last = fragment.first_entry_id, fragment.last_entry_id
-        found = LedgerFragment(
-            self.ledger, first, first - 1 if last is None else last, fragment.ensemble, last is not None, schedule
-        )
-        return found.given(fragment.indexes)
-
-    def stripes(self) -> Iterator[tuple[HeldFragment, tuple[int, ...], int, int | None]]:
-        """Yield each write set with entries on the wanted bookies: fragment, ensemble indexes, first and last entry.
-
-        The last entry is None where the fragment still grows.
-        """
-        schedule = RoundRobinDistributionSchedule.of(self.metadata)
-        size = schedule.ensemble_size
+    def stripes(self) -> Iterator[Stripe]:
+        """Yield each write set with entries on the wanted bookies."""
         for fragment in self.fragments:
+            size, wanted, first_entry_id = len(fragment.ensemble), set(fragment.bookie_indexes), fragment.first_entry_id
             for at in range(size):
-                write_set = schedule.write_set(at)
-                if not any(index in fragment.indexes for index in write_set):
-                    continue
-                first = fragment.first_entry_id + (at - fragment.first_entry_id) % size
-                last = fragment.last_entry_id
-                if last is not None:
-                    if first > last:
-                        continue
-                    last -= (last - at) % size
-                yield fragment, write_set, first, last
+                write_set = fragment.schedule.write_set(at)
+                first = first_entry_id + (at - first_entry_id) % size
+                if not wanted.isdisjoint(write_set) and (first <= fragment.last_entry_id or not fragment.closed):
+                    last = fragment.last_entry_id - (fragment.last_entry_id - at) % size if fragment.closed else None
+                    bookies = tuple(fragment.ensemble[index] for index in write_set)
+                    yield Stripe(fragment, bookies, first, last)
 
 
 def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collection[str]) -> HeldLedger | None:
     """Return what `bookie_ids` hold of the ledger; None if its metadata names none of them."""
     metadata = found.metadata
     schedule = RoundRobinDistributionSchedule.of(metadata)
-    end = metadata.last_entry_id if metadata.is_closed else None
+    ends = [fragment.first_entry_id - 1 for fragment in metadata.ensembles[1:]]
     fragments = []
-    for at, fragment in enumerate(metadata.ensembles):
-        indexes = tuple(index for index, bookie_id in enumerate(fragment.bookies) if bookie_id in bookie_ids)
-        if not indexes:
-            continue
-        first = fragment.first_entry_id
-        last = metadata.ensembles[at + 1].first_entry_id - 1 if at + 1 < len(metadata.ensembles) else end
-        count = None
-        if last is not None:
-            last = max(last, first - 1)
-            count = sum(schedule.entry_count(index, first, last) for index in indexes)
-        fragments.append(HeldFragment(first, last, fragment.bookies, indexes, count))
+    for fragment, end in zip(
+        metadata.ensembles, [*ends, metadata.last_entry_id if metadata.is_closed else None], strict=True
+    ):
+        indexes = [index for index, bookie_id in enumerate(fragment.bookies) if bookie_id in bookie_ids]
+        if indexes:
+            first = fragment.first_entry_id
+            last = first - 1 if end is None else max(end, first - 1)
+            held = LedgerFragment(ledger, first, last, fragment.bookies, end is not None, schedule)
+            fragments.append(held.given(indexes))
     return HeldLedger(ledger, found, tuple(fragments)) if fragments else None
 
 
@@ -177,29 +157,24 @@ class Replacements:
 
     def __init__(self, bookies: Iterable[RegisteredBookie], leaving: Collection[str]) -> None:
         self.writable = [bookie for bookie in bookies if bookie.state == "rw" and bookie.bookie_id not in leaving]
-        self._candidates: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
+        #: Returns the bookies that could join an ensemble; with `scoped` only bookies that serve ledger scopes.
+        self.candidates = lru_cache(_CANDIDATES_MAX)(self._candidates)
 
-    def candidates(self, ensemble: tuple[str, ...], *, scoped: bool) -> tuple[str, ...]:
-        """Return the bookies that could join the ensemble; with `scoped` only bookies that serve ledger scopes."""
-        found = self._candidates.get((ensemble, scoped))
-        if found is None:
-            if len(self._candidates) >= _CANDIDATES_MAX:
-                self._candidates.clear()
-            found = self._candidates[ensemble, scoped] = tuple(
-                bookie.bookie_id
-                for bookie in self.writable
-                if bookie.bookie_id not in ensemble and (bookie.ledger_scopes or not scoped)
-            )
-        return found
+    def _candidates(self, ensemble: tuple[str, ...], *, scoped: bool) -> tuple[str, ...]:
+        return tuple(
+            bookie.bookie_id
+            for bookie in self.writable
+            if bookie.bookie_id not in ensemble and (bookie.ledger_scopes or not scoped)
+        )
 
     def problem(self, held: HeldLedger) -> str | None:
         """Return the reason why other bookies cannot take over the ledger's entries; None if they can."""
         scoped = held.ledger.is_scoped
         for fragment in held.fragments:
             found = self.candidates(fragment.ensemble, scoped=scoped)
-            if fragment.entry_count != 0 and len(found) < len(fragment.indexes):
+            if fragment.held_count != 0 and len(found) < len(fragment.faults):
                 return (
-                    f"{_other_bookies(len(fragment.indexes), scoped)} would be needed, {len(found)} "
+                    f"{_other_bookies(len(fragment.faults), scoped)} would be needed, {len(found)} "
                     f"{'is' if len(found) == 1 else 'are'} there (ensemble {', '.join(fragment.ensemble)})"
                 )
         return None
@@ -299,7 +274,7 @@ def ok_to_stop(
         if held.grows:
             fragment = held.fragments[-1]
             silent = sorted(set(fragment.ensemble) - live)
-            if not is_covered(RoundRobinDistributionSchedule.of(held.metadata), fragment.ensemble, live):
+            if not is_covered(fragment.schedule, fragment.ensemble, live):
                 yield StopProblem(
                     ledger, Risk.UNRECOVERABLE,
                     f"It could not be opened or recovered: {', '.join(silent)} of its last bookies would not answer, "
@@ -354,13 +329,13 @@ class StopSets:
                 raise held
             live = _live(self._bookies, ledger, mark_of(ledger))
             wanted = replica_count_min or max(held.metadata.ack_quorum_size, 1)
-            for fragment, write_set, _, _ in held.stripes():
-                names = frozenset(fragment.ensemble[index] for index in write_set)
+            for stripe in held.stripes():
+                names = frozenset(stripe.bookies)
                 self._write_sets.add((names, names & live, wanted))
             if held.grows:
-                ensemble = held.fragments[-1].ensemble
-                schedule = RoundRobinDistributionSchedule.of(held.metadata)
-                self._growing.add((schedule, ensemble, live.intersection(ensemble), ledger.is_scoped))
+                last = held.fragments[-1]
+                answering = live.intersection(last.ensemble)
+                self._growing.add((last.schedule, last.ensemble, answering, ledger.is_scoped))
 
     def allows(self, stopping: Collection[str]) -> bool:
         """Return True if these bookies may stop together, and a writable one remains."""
@@ -403,68 +378,221 @@ class StopSets:
         return [*first, *sorted(best, key=lambda name: (racks.get(name, ""), name))]
 
 
-class _Tally:
-    """The sum of the entries of one risk, over fragments and write sets."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.last: int | None = -1
-        self.count: int | None = 0
-        self.replica_count = 0
-        self.bookies: dict[str, None] = {}
-        #: Bookies of the write sets that do not stop, and are down or lack the entries.
-        self.unavailable: dict[str, None] = {}
-
-    def add(self, first: int, last: int | None, count: int | None, live_count: int) -> None:
-        self.replica_count = live_count if self.first is None else min(self.replica_count, live_count)
-        self.first = first if self.first is None else min(self.first, first)
-        self.last = None if last is None or self.last is None else max(self.last, last)
-        self.count = None if count is None or self.count is None else self.count + count
-
-    def message(self, replica_count: int, required_count: int) -> str:
-        """Return the risk as a message: too few of `replica_count` replicas would remain."""
-        lack = "lacks them, or is down" if len(self.unavailable) == 1 else "lack them, or are down"
-        others = f"{', '.join(self.unavailable)} {lack}" if self.unavailable else ""
-        if self.replica_count == 0:
-            return f"No replica would be left{f': {others}' if others else ''}"
-        return (
-            f"Only {self.replica_count} of {replica_count} replicas would remain; {required_count} are required"
-            f"{f'; {others}' if others else ''}"
-        )
-
-
-def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: int) -> Iterator[StopProblem]:
+def _replica_risks(held: HeldLedger, live: frozenset[str], replica_count_min: int) -> Iterator[StopProblem]:
     """Yield the risks of entries that would have too few replicas if only the replicas on `live` remained."""
-    metadata = held.metadata
-    schedule = RoundRobinDistributionSchedule.of(metadata)
-    size = schedule.ensemble_size
-    tallies = {Risk.LOST: _Tally(), Risk.UNDER_QUORUM: _Tally()}
-    for fragment, write_set, first, last in held.stripes():
-        live_count = sum(fragment.ensemble[index] in live for index in write_set)
-        if live_count >= replica_count_min:
+    found: dict[Risk, list[Stripe]] = {Risk.LOST: [], Risk.UNDER_QUORUM: []}
+    for stripe in held.stripes():
+        live_count = len(live.intersection(stripe.bookies))
+        if live_count < replica_count_min:
+            found[Risk.UNDER_QUORUM if live_count else Risk.LOST].append(stripe)
+    for risk, stripes in found.items():
+        if stripes:
+            yield _replica_risk(held, risk, stripes, live, replica_count_min)
+
+
+def _replica_risk(
+    held: HeldLedger, risk: Risk, stripes: Sequence[Stripe], live: frozenset[str], required_count: int
+) -> StopProblem:
+    """Return the risk of the entries of these write sets, of which too few replicas would remain on `live`."""
+    left = min(len(live.intersection(stripe.bookies)) for stripe in stripes)
+    lasts = [stripe.last for stripe in stripes if stripe.last is not None]
+    counts = [stripe.entry_count for stripe in stripes if stripe.entry_count is not None]
+    is_known = len(lasts) == len(stripes)
+    stopping = {each: None for stripe in stripes for each in stripe.bookies if each in stripe.fragment.bookies}
+    #: Bookies that do not stop, and are down or lack the entries.
+    away = {
+        each: None
+        for stripe in stripes
+        for each in stripe.bookies
+        if each not in stripe.fragment.bookies and each not in live
+    }
+    lack = f"{', '.join(away)} {'lacks them, or is down' if len(away) == 1 else 'lack them, or are down'}"
+    if left:
+        message = (
+            f"Only {left} of {held.metadata.write_quorum_size} replicas would remain; {required_count} are required"
+        )
+        message += f"; {lack}" if away else ""
+    else:
+        message = f"No replica would be left{f': {lack}' if away else ''}"
+    return StopProblem(
+        held.ledger, risk, message, held.metadata.state, min(stripe.first for stripe in stripes),
+        max(lasts) if is_known else None, sum(counts) if is_known else None, left, required_count, tuple(stopping),
+    )  # fmt: skip
+
+
+# --- plans of moves --------------------------------------------------------------------------------------------------
+
+
+class MoveOutcome(StrEnum):
+    """The outcome of moving one ledger."""
+
+    #: The leaving bookies hold nothing of it any more.
+    MOVED = "moved"
+    #: There was nothing to move: the ledger was deleted, or another worker moved it.
+    GONE = "gone"
+    #: A writer may be adding to it, and the caller forbade touching open ledgers.
+    OPEN = "open"
+    #: Some of its entries are lost: every bookie that should have them answers, and lacks them or has them damaged.
+    UNRECOVERABLE = "unrecoverable"
+    #: It could not be copied now, as when a bookie that may have its entries is away; another attempt may succeed.
+    FAILED = "failed"
+
+
+class LedgerMove(NamedTuple):
+    """The result of moving one ledger.
+
+    `problem` says why it was not moved, `unreadable` names the entries that no replica returns. `entry_count` and
+    `size_bytes` were copied, `fragment_count` is the number of fragments whose bookies were replaced.
+    """
+
+    ledger: LedgerId
+    outcome: MoveOutcome
+    state: LedgerState | None = None
+    fragment_count: int = 0
+    entry_count: int = 0
+    size_bytes: int = 0
+    unreadable: tuple[EntrySpan, ...] = ()
+    problem: str | None = None
+
+
+def left_open(held: HeldLedger) -> LedgerMove:
+    """Return the result for a ledger that is not moved because it is open."""
+    return LedgerMove(held.ledger, MoveOutcome.OPEN, held.metadata.state, problem="It is open")
+
+
+class PlannedFragment(NamedTuple):
+    """The dry run of moving one fragment.
+
+    `targets` are the bookies that would take over, by ensemble index; empty if there are too few, as `problem` says.
+    `closes`: the ledger would be fenced and closed first. `unreadable` are the entries that no registered bookie has;
+    `lost`: all other bookies that should have them answered.
+    """
+
+    held: HeldLedger
+    fragment: LedgerFragment
+    targets: dict[int, str]
+    closes: bool
+    problem: str | None
+    unreadable: tuple[EntrySpan, ...]
+    lost: bool = False
+
+    @property
+    def new_ensemble(self) -> tuple[str, ...]:
+        """The ensemble after the move."""
+        return tuple(self.targets.get(index, bookie_id) for index, bookie_id in enumerate(self.fragment.ensemble))
+
+
+@dataclass
+class MovePlan:
+    """The ledgers to move, by the metadata alone. Memory: 16 bytes for each id.
+
+    `ledgers` include ledgers that name the bookies but hold nothing on them. Entries and
+    bytes count each replica, of closed ledgers only. `crowded` are the ledgers with too few other bookies, `damaged`
+    the ones whose metadata names the bookies but is unreadable, with the reason of each. `marked` are the ledgers that
+    auto-recovery has marked for the bookies.
+    """
+
+    ledgers: LedgerIdSet = field(default_factory=LedgerIdSet)
+    scope_count: int = 0
+    open_count: int = 0
+    entry_count: int = 0
+    size_bytes: int = 0
+    crowded: LedgerIdSet = field(default_factory=LedgerIdSet)
+    damaged: dict[LedgerId, str] = field(default_factory=dict)
+    marked: LedgerIdSet = field(default_factory=LedgerIdSet)
+
+    @property
+    def kinds(self) -> set[bool]:
+        """False if there are ledgers of scope 0, and True if there are ledgers of other scopes."""
+        ledgers = self.ledgers
+        return {ledgers[0].is_scoped, ledgers[-1].is_scoped} if ledgers else set()
+
+
+def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId] | None = None) -> MovePlan:
+    """Return what `leaving` hold of the ledgers `ids` (None: of all ledgers), by the metadata. Blocks.
+
+    Raise LedgerNotFound if one of `ids` does not exist, UsageError for an invalid bookie id, and errors of the store.
+    """
+    plan = MovePlan()
+    leaving = frozenset(leaving)
+    marks = LedgerMarks(cluster.store)
+    mark_of = marks.cursor() if ids is None else marks.get
+    replacements = Replacements(cluster.bookies.list(include_down=False), leaving)
+    scope_id = None
+    for ledger, held in ledgers_on(cluster, leaving, None if ids is None else sorted(set(ids))):
+        if isinstance(held, BkctlError):
+            if ids is not None and isinstance(held, LedgerNotFound):
+                raise held
+            plan.damaged[ledger] = held.message
             continue
-        tally = tallies[Risk.UNDER_QUORUM if live_count else Risk.LOST]
-        tally.add(first, last, None if last is None else (last - first) // size + 1, live_count)
-        tally.bookies.update(
-            dict.fromkeys(fragment.ensemble[index] for index in write_set if index in fragment.indexes)
+        plan.ledgers.add(ledger)
+        plan.scope_count += ledger.scope_id != scope_id
+        scope_id = ledger.scope_id
+        plan.open_count += not held.metadata.is_closed
+        plan.entry_count += held.entry_count
+        plan.size_bytes += held.size_bytes
+        with contextlib.suppress(Corrupt):
+            mark = mark_of(ledger)
+            if mark is not None and not leaving.isdisjoint(mark.missing_replicas):
+                plan.marked.add(ledger)
+        if replacements.problem(held) is not None:
+            plan.crowded.add(ledger)
+    return plan
+
+
+def check_scopes_known(cluster: Cluster) -> None:
+    """Raise Conflict if the scoped ledgers belong to a cluster that was formatted. Blocks.
+
+    No listing shows such ledgers, so any bookie may hold some, and needs its cookie.
+    """
+    if cluster.ledgers.scopes_state() == "foreign":
+        raise Conflict(
+            "The scoped ledgers belong to a cluster that was formatted: the bookies may hold unlisted entries",
+            hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
         )
-        tally.unavailable.update(
-            (fragment.ensemble[index], None)
-            for index in write_set
-            if index not in fragment.indexes and fragment.ensemble[index] not in live
-        )
-    for risk, tally in tallies.items():
-        if tally.first is None:
-            continue
-        yield StopProblem(
-            held.ledger,
-            risk,
-            tally.message(schedule.write_quorum_size, replica_count_min),
-            metadata.state,
-            tally.first,
-            tally.last,
-            tally.count,
-            tally.replica_count,
-            replica_count_min,
-            tuple(tally.bookies),
-        )
+
+
+@dataclass
+class MoveProgress:
+    """The progress of a move, updated while it runs. Times in seconds."""
+
+    plan: MovePlan
+    ledger_count: int = 0
+    entry_count: int = 0
+    size_bytes: int = 0
+    #: Ledgers that other workers have locked, and that are retried later.
+    locked_count: int = 0
+    _began: float = field(default_factory=time.monotonic)
+
+    def copied(self, entry_count: int, size_bytes: int) -> None:
+        self.entry_count += entry_count
+        self.size_bytes += size_bytes
+
+    def paused(self, duration_s: float) -> None:
+        """Leave a pause out of the elapsed time."""
+        self._began += duration_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """The time since the move began, without pauses."""
+        return max(time.monotonic() - self._began, 1e-6)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes copied a second, since the move began."""
+        return self.size_bytes / self.elapsed_s
+
+    @property
+    def share(self) -> float:
+        """The part that is done, from 0 to 1; a ledger counts as much as one entry."""
+        total = len(self.plan.ledgers) + self.plan.entry_count
+        done = self.ledger_count + min(self.entry_count, self.plan.entry_count)
+        return 1.0 if self.ledger_count >= len(self.plan.ledgers) else done / total
+
+    @property
+    def left_s(self) -> float | None:
+        """The estimated remaining time; None before anything is known."""
+        share = self.share
+        if share < 1 and self.plan.entry_count and not self.entry_count:
+            return None  # Ledgers that cannot be moved end at once, and tell nothing about the others.
+        return self.elapsed_s * (1 - share) / share if share > 0 else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -120,20 +120,8 @@ def _named_bookies(
         yield ledger, {bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies}
 
 
-class Decision(Enum):
-    """The consequence of a change."""
-
-    NOTHING = "nothing"
-    #: Look for lost bookies now.
-    AUDIT = "audit"
-    #: Look for lost bookies once the delay is over, counted from now.
-    AUDIT_LATER = "audit later"
-    #: Drop the audit that was put off.
-    CANCEL = "cancel"
-
-
 class LostBookies:
-    """Tracks lost bookies and the delay. It has no clock: the caller waits.
+    """Tracks lost bookies and the delay. It has no clock: the caller gives the time, on the monotonic clock.
 
     A single lost bookie is given the delay to restart; if several are lost, the audit begins at once. Source:
     Auditor.submitAuditTask, submitLostBookieRecoveryDelayChangedEvent.
@@ -142,50 +130,49 @@ class LostBookies:
     def __init__(self, known: Iterable[str], delay_s: int) -> None:
         self._known = set(known)
         self._delay_s = delay_s
-        #: Lost bookies whose delay runs.
+        #: Lost bookies whose delay runs, and the time at which it is over; infinite without one.
         self.waiting: set[str] = set()
+        self.due_s = math.inf
         #: The numbers of audits that were put off, and of those that were dropped.
         self.delayed_count = 0
         self.cancelled_count = 0
 
-    @property
-    def is_pending(self) -> bool:
-        """True while an audit waits for the delay."""
-        return bool(self.waiting)
-
-    def bookies_changed(self, available: Collection[str], delay_s: int) -> Decision:
-        """Decide for the bookies that are available now, with a delay of `delay_s`."""
-        was_pending = self.is_pending
-        back = self.waiting & set(available)
-        self.waiting -= back
-        self._known |= set(available)
-        gone = self._known - set(available)
-        self._known -= gone
-        self.waiting |= gone
+    def bookies_changed(self, available: Collection[str], delay_s: int, now_s: float) -> bool:
+        """Return True if the bookies that are available now, with a delay of `delay_s`, need an audit at once."""
+        was_pending = bool(self.waiting)
+        gone = self._known.difference(available)
+        self._known = set(available)
+        self.waiting = (self.waiting - self._known) | gone
         if not self.waiting:
-            if was_pending:
-                self.cancelled_count += 1
-            return Decision.CANCEL if was_pending else Decision.NOTHING
-        if not gone:
-            return Decision.NOTHING
-        if delay_s == 0 or len(self.waiting) > 1:
             self.cancelled_count += was_pending
-            self.waiting.clear()
-            return Decision.AUDIT
-        self.delayed_count += 1
-        return Decision.AUDIT_LATER
+            self.due_s = math.inf
+        elif gone and (delay_s == 0 or len(self.waiting) > 1):
+            self.cancelled_count += was_pending
+            return self._audited()
+        elif gone:
+            self._put_off(delay_s, now_s)
+        return False
 
-    def delay_written(self, delay_s: int) -> Decision:
-        """Decide after an operator wrote the delay; 0, or the previous value, requests an audit now."""
+    def delay_written(self, delay_s: int, now_s: float) -> bool:
+        """Return True if the delay that an operator wrote, 0 or the previous value, requests an audit at once."""
         before, self._delay_s = self._delay_s, delay_s
-        was_pending = self.is_pending
-        self.cancelled_count += was_pending
+        self.cancelled_count += bool(self.waiting)
         if delay_s in (0, before):
-            self.waiting.clear()
-            return Decision.AUDIT
-        self.delayed_count += was_pending
-        return Decision.AUDIT_LATER if was_pending else Decision.NOTHING
+            return self._audited()
+        if self.waiting:
+            self._put_off(delay_s, now_s)
+        return False
 
-    def delay_over(self) -> None:
-        """Forget the waiting bookies: the audit that was put off begins."""
+    def is_due(self, now_s: float) -> bool:
+        """Return True once the delay is over: the audit that was put off begins."""
+        return self.due_s <= now_s and self._audited()
+
+    def _put_off(self, delay_s: int, now_s: float) -> None:
+        self.delayed_count += 1
+        self.due_s = now_s + delay_s
+        log.info("Bookie %s is gone: audited in %d s, unless it returns", *self.waiting, delay_s)
+
+    def _audited(self) -> bool:
         self.waiting.clear()
+        self.due_s = math.inf
+        return True

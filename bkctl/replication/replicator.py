@@ -14,17 +14,28 @@ error of each bookie. A bookie that is alive and cannot be replaced gets back th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from bkctl.client.ensemble import UPDATE_ATTEMPTS_MAX
 from bkctl.client.ledger import BookKeeper
-from bkctl.errors import BkctlError, LedgerNotFound, UnclosedFragment
-from bkctl.formats.metadata import LedgerState
+from bkctl.client.placement import Placement, PlacementRules, choose_replacements, mend_placement
+from bkctl.errors import (
+    BkctlError,
+    Conflict,
+    LedgerNotFound,
+    MetadataVersionConflict,
+    NotEnoughBookies,
+    UnclosedFragment,
+)
+from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
-from bkctl.replication.ensemble_swap import EnsembleSwap, EnsembleSwapper, ensemble_at
 from bkctl.replication.fragment_copy import (
     BATCH_SIZE,
     CopyTools,
@@ -33,12 +44,13 @@ from bkctl.replication.fragment_copy import (
     TargetFailed,
     UnreadableEntries,
 )
-from bkctl.replication.fragments import LedgerFragment
-from bkctl.replication.targets import TargetChooser
+from bkctl.replication.fragments import ANSWERED, LedgerFragment, fragments_of
+from bkctl.replication.signals import BatchedCalls
 from bkctl.tasks import run_to_end
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.metadata.ledgers import VersionedMetadata
     from bkctl.metadata.store import Claim
 
@@ -283,3 +295,241 @@ class LedgerFragmentReplicator:
         copy = FragmentCopy(self._tools, access, fragment, {})
         await copy.try_reading(sorted(entry_ids))
         return copy.unreadable
+
+
+# --- swaps of bookies in the metadata ----------------------------------------------------------------------------
+
+#: A ledger's current metadata, and the bookies that a swap replaced in it, by bookie that left.
+Swapped: TypeAlias = "tuple[VersionedMetadata, dict[str, str]]"
+
+
+class LockLost(Conflict):
+    """The lock under which a ledger was replicated is lost; another worker may hold it."""
+
+    def __init__(self, ledger: LedgerId) -> None:
+        super().__init__(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
+
+
+class EnsembleSwap(NamedTuple):
+    """New bookies for a fragment's ensemble, by ensemble index in `moved`.
+
+    `checked` is the metadata that the fragment was found in. With a `lock`, the swap needs it to be held.
+    """
+
+    checked: VersionedMetadata
+    fragment: LedgerFragment
+    moved: Mapping[int, str]
+    lock: Claim | None
+
+    @property
+    def ledger(self) -> LedgerId:
+        return self.fragment.ledger
+
+    def applied_to(self, found: VersionedMetadata) -> tuple[LedgerMetadata, dict[str, str]]:
+        """Return the metadata with the new bookies, and the replaced bookies, each with its replacement.
+
+        Replace none if the fragment is not the one that was copied any more. Raise UnclosedFragment.
+        """
+        metadata, fragment = found.metadata, self.fragment
+        present = ensemble_at(metadata, fragment.first_entry_id)
+        if present is None or not _is_same_ledger(found, self.checked):
+            return metadata, {}
+        if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
+            raise UnclosedFragment(f"Ledger {self.ledger} is open, and its last fragment may still grow")
+        firsts = [each.first_entry_id for each in metadata.ensembles if each.first_entry_id > fragment.first_entry_id]
+        if (firsts[0] - 1 if firsts else metadata.last_entry_id) > fragment.last_entry_id:
+            return metadata, {}  # The fragment has entries now that were not copied.
+        moved = {at: target for at, target in self.moved.items() if present[at] == fragment.ensemble[at]}
+        # A target may be in the ensemble only at an index that it leaves in the same swap.
+        while True:
+            staying = {bookie_id for at, bookie_id in enumerate(present) if at not in moved}
+            if staying.isdisjoint(moved.values()):
+                break
+            moved = {at: target for at, target in moved.items() if target not in staying}
+        bookies = [moved.get(at, bookie_id) for at, bookie_id in enumerate(present)]
+        replaced = {present[at]: target for at, target in moved.items()}
+        changed = Fragment(fragment.first_entry_id, tuple(bookies))
+        ensembles = tuple(
+            changed if ensemble.first_entry_id == fragment.first_entry_id else ensemble
+            for ensemble in metadata.ensembles
+        )
+        return metadata._replace(ensembles=ensembles), replaced
+
+
+class EnsembleSwapper:
+    """Swaps bookies in the metadata of many ledgers in few calls to the store. Source: MetadataUpdateLoop."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        #: Replaces the bookies that are still in the fragment, and none if the fragment has changed. Raises
+        #: UnclosedFragment, LockLost, LedgerNotFound, MetadataVersionConflict, and errors of the store.
+        self.swap: BatchedCalls[EnsembleSwap, Swapped] = BatchedCalls(self._swap_many)
+
+    def _swap_many(self, swaps: Sequence[EnsembleSwap]) -> list[Swapped | BkctlError]:
+        results: list[Swapped | BkctlError | None] = [None] * len(swaps)
+        for _ in range(UPDATE_ATTEMPTS_MAX):
+            if waiting := {number: swap for number, swap in enumerate(swaps) if results[number] is None}:
+                self._try(waiting, results)
+        return [
+            result
+            or MetadataVersionConflict(
+                f"Metadata of ledger {swap.ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written",
+                hint="try again",
+            )
+            for swap, result in zip(swaps, results, strict=True)
+        ]
+
+    def _try(self, swaps: Mapping[int, EnsembleSwap], results: list[Swapped | BkctlError | None]) -> None:
+        """Set the results, by number, of swaps whose metadata does not change meanwhile."""
+        ledgers, changes = self._cluster.ledgers, {}
+        # Read now: copying may have taken hours, and a ledger that was deleted and created again meanwhile may have
+        # metadata of the version that was checked.
+        present = ledgers.read_many([swap.ledger for swap in swaps.values()])
+        for (number, swap), (_, found) in zip(swaps.items(), present, strict=True):
+            try:
+                if isinstance(found, BkctlError):
+                    raise found
+                metadata, replaced = swap.applied_to(found)
+            except BkctlError as error:
+                results[number] = error
+                continue
+            if replaced:
+                changes[number] = found, metadata, replaced
+            else:
+                results[number] = found, {}
+        locks = {number: lock for number in changes if (lock := swaps[number].lock) is not None}
+        for number, is_held in zip(locks, self._cluster.store.held_many(list(locks.values())), strict=True):
+            if not is_held:
+                results[number] = LockLost(swaps[number].ledger)
+                del changes[number]
+        versions = ledgers.write_many(
+            [(swaps[number].ledger, metadata, found.version) for number, (found, metadata, _) in changes.items()]
+        )
+        for (number, (found, metadata, replaced)), version in zip(changes.items(), versions, strict=True):
+            if isinstance(version, MetadataVersionConflict):
+                continue
+            if isinstance(version, BkctlError):
+                results[number] = version
+                continue
+            # The store writes 0 for the token of the creation, as Java's client does.
+            token = None if metadata.c_token is None else 0
+            results[number] = found._replace(metadata=metadata._replace(c_token=token), version=version), replaced
+
+
+def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool:
+    """Return False if the ledger was deleted, and another one created under its id."""
+    now, then = found.metadata, before.metadata
+    return (
+        (None in (found.ctime_ms, before.ctime_ms) or found.ctime_ms == before.ctime_ms)
+        and now.password == then.password
+        and now.digest_type is then.digest_type
+        and now.ensemble_size == then.ensemble_size
+        and now.write_quorum_size == then.write_quorum_size
+    )
+
+
+def ensemble_at(metadata: LedgerMetadata, first_entry_id: int) -> tuple[str, ...] | None:
+    """Return the ensemble of the fragment that begins with that entry; None if no fragment does."""
+    ensembles = (fragment.bookies for fragment in metadata.ensembles if fragment.first_entry_id == first_entry_id)
+    return next(ensembles, None)
+
+
+# --- targets -----------------------------------------------------------------------------------------------------
+
+#: The largest age of the list of registered bookies; a target that is gone by then fails, and another one is chosen.
+REGISTERED_AGE_S: Final = 1.0
+
+
+async def misplaced_fragments(
+    bookkeeper: BookKeeper, check: LedgerCheck
+) -> list[tuple[LedgerFragment, dict[int, str]]]:
+    """Return the fragments of a closed ledger that the placement policy does not accept, each with targets.
+
+    The faults of a fragment are the bookies that should leave; the targets, by ensemble index, are empty if no usable
+    bookies can mend it.
+    """
+    pool, metadata = bookkeeper.pool, check.metadata
+    await pool.weigh()
+    registered = await asyncio.to_thread(pool.registered)
+    placement = await asyncio.to_thread(
+        pool.placement, registered, *(fragment.bookies for fragment in metadata.ensembles)
+    )
+    found = []
+    for fragment in fragments_of(bookkeeper.access(check.ledger, check.versioned), check.last_add_confirmed):
+        if not placement.problems(metadata, fragment.ensemble):
+            continue
+        targets = mend_placement(
+            fragment.ensemble, metadata.write_quorum_size, registered, placement,
+            scoped=check.ledger.is_scoped, ack_quorum_size=metadata.ack_quorum_size, avoid=pool.suspects(),
+            rng=_rng(fragment),
+        )  # fmt: skip
+        found.append((fragment.given(sorted(targets)), targets))
+    return found
+
+
+def _rng(fragment: LedgerFragment) -> random.Random:
+    """Return a random choice that is the same after a crash: the bookie that has part of the entries."""
+    return random.Random(f"{fragment.ledger} {fragment.first_entry_id}")
+
+
+class TargetChooser:
+    """Chooses targets among the registered bookies, by the client's placement policy."""
+
+    def __init__(self, bookkeeper: BookKeeper) -> None:
+        """Raise as `PlacementRules.of`, before anything is copied."""
+        PlacementRules.of(bookkeeper.pool.config)
+        self._bookkeeper = bookkeeper
+        self._registered: list[RegisteredBookie] = []
+        self._registered_s = -REGISTERED_AGE_S
+        #: The racks of these bookies, registered or gone.
+        self._placement, self._placed = Placement(), frozenset[str]()
+        self._read_registered: BatchedCalls[None, list[RegisteredBookie]] = BatchedCalls(
+            lambda asking: [bookkeeper.pool.registered()] * len(asking)
+        )
+
+    async def targets(self, fragment: LedgerFragment, *, exclude: Collection[str] = ()) -> dict[int, str]:
+        """Return the target of each bad bookie of the fragment, by ensemble index.
+
+        As in Apache's, a bookie that lacks entries is replaced even if it is alive. If no bookie can replace it, and it
+        reported itself what it lacks, it is its own target and gets the missing entries back. Bookies in `exclude` are
+        never targets. Raise NotEnoughBookies.
+        """
+        repairable = {fault.ensemble_index for fault in fragment.faults if fault.reason in ANSWERED}
+        own = {index: fragment.ensemble[index] for index in repairable if fragment.ensemble[index] not in exclude}
+        moving = fragment.bookie_indexes
+        if time.monotonic() - self._registered_s < REGISTERED_AGE_S:
+            with contextlib.suppress(NotEnoughBookies):
+                return await self._targets(fragment, own, moving, exclude)
+        await self._bookkeeper.pool.weigh()
+        self._registered = await self._read_registered(None)
+        self._registered_s, self._placed = time.monotonic(), frozenset()
+        try:
+            return await self._targets(fragment, own, moving, exclude)
+        except NotEnoughBookies:
+            if not own:
+                raise
+        return await self._targets(fragment, own, [index for index in moving if index not in own], exclude)
+
+    async def _targets(
+        self, fragment: LedgerFragment, own: Mapping[int, str], moving: Collection[int], exclude: Collection[str]
+    ) -> dict[int, str]:
+        """Return replacements of the bookies at `moving`, and the `own` ones of the others."""
+        registered, placement, pool = self._registered, self._placement, self._bookkeeper.pool
+        if moving and not self._placed.issuperset(fragment.ensemble):
+            placed = self._placed.union(fragment.ensemble)
+            placement = await asyncio.to_thread(pool.placement, registered, placed)
+            if registered is self._registered:  # Not read again meanwhile.
+                self._placement, self._placed = placement, placed
+        chosen = choose_replacements(
+            fragment.ensemble,
+            moving,
+            fragment.schedule.write_quorum_size,
+            registered,
+            placement,
+            scoped=fragment.ledger.is_scoped,
+            ack_quorum_size=fragment.schedule.ack_quorum_size,
+            exclude=exclude,
+            avoid=pool.suspects(),
+            rng=_rng(fragment),
+        )
+        return {index: bookie_id for index, bookie_id in own.items() if index not in moving} | chosen

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from bkctl.errors import BkctlError
-from bkctl.tasks import fail, run_to_end
+from bkctl.tasks import cancel_and_wait, fail, run_to_end
 
 T = TypeVar("T")
 
@@ -29,12 +30,15 @@ class Signal:
         """Reset the signal. Clear it before looking at the watched state, so that no change is missed."""
         self._event.clear()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until the signal is set or the timeout has passed."""
+    async def wait(self, timeout_s: float, *ends: asyncio.Future[Any]) -> None:
+        """Wait until the signal is set, one of `ends` is done, or the timeout has passed."""
         # Not wait_for: Python 3.11's loses a cancellation that comes together with the event.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._event.wait()
+        waiting = asyncio.ensure_future(self._event.wait())
+        try:
+            timeout = None if timeout_s == math.inf else max(timeout_s, 0.0)
+            await asyncio.wait([waiting, *ends], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(waiting)
 
 
 @contextlib.asynccontextmanager

@@ -35,12 +35,16 @@ from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationF
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck
-from bkctl.replication.ensemble_swap import LockLost
 from bkctl.replication.fragments import LedgerFragment
-from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
+from bkctl.replication.replicator import (
+    FragmentReplication,
+    LedgerFragmentReplicator,
+    LockLost,
+    Outcome,
+    misplaced_fragments,
+)
 from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import WorkerStats
-from bkctl.replication.targets import misplaced_fragments
 from bkctl.tasks import cancel_and_wait, run_to_end, run_together
 
 if TYPE_CHECKING:
@@ -121,8 +125,8 @@ class ReplicationWorker:
             self.bookkeeper,
             batch_size=self.config.rereplication_entry_batch_size,
             pace=Pace(bytes_per_s=self.config.replication_rate_by_bytes),
-            progress=self._written,
-            was_read=self._was_read,
+            progress=self.stats.entries_written,
+            was_read=self.stats.entry_read,
         )
 
     async def run(self) -> None:
@@ -404,14 +408,6 @@ class ReplicationWorker:
 
         await asyncio.to_thread(unmark)
         self._failed.pop(mark.ledger, None)
-
-    def _was_read(self, size_bytes: int) -> None:
-        self.stats.num_entries_read += 1
-        self.stats.num_bytes_read.observe(size_bytes)
-
-    def _written(self, entry_count: int, size_bytes: int) -> None:
-        self.stats.num_entries_written += entry_count
-        self.stats.num_bytes_written.observe(size_bytes)
 
     def _defer(
         self, ledger: LedgerId, delay_ms: int, then: Callable[[LedgerId], Awaitable[None]] | None = None

@@ -117,13 +117,13 @@ def rebuild_databases(
 
     $ bkctl bookie index rebuild --ledgers --conf bk_server.conf --dry-run
     """
-    from bkctl.repair.rebuild import rebuild, size_to_read
+    from bkctl.repair.rebuild import rebuild
 
     if not (ledgers or locations):
         raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
     layout = _layout(run, directories)
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
-        size = size_to_read(layout, ledgers=ledgers, locations=locations)
+        size = layout.size_to_read(log_passes=ledgers + locations, journals=ledgers)
         with run.job.working(
             "Rebuilding",
             total=size,
@@ -201,7 +201,7 @@ def regenerate_files(
     $ bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run
     """
     from bkctl.formats.entry import master_key
-    from bkctl.repair.regenerate import regenerate, size_to_read
+    from bkctl.repair.regenerate import regenerate
 
     if (which.ledgers is None) != all_ledgers:
         problem = "--all and ledgers are given" if all_ledgers else "No ledger is given"
@@ -212,7 +212,7 @@ def regenerate_files(
         _metadata(run, layout) as metadata,
         run.job.working(
             "Regenerating",
-            total=size_to_read(layout),
+            total=layout.size_to_read(),
             unit="bytes",
             left="run the command again: old files are backups",
         ) as activity,

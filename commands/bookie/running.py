@@ -26,7 +26,7 @@ from .server import BookieServerOption, Server, ServerChoice, registered_bookie,
 
 if TYPE_CHECKING:
     from bkctl.client.trials import RoundTrip
-    from bkctl.http.prometheus import Metric
+    from bkctl.http.bookie_load import Metric
 
 app = group()
 
@@ -268,7 +268,7 @@ def metrics(
 
 
 def _metrics(found: Server, match: str | None) -> list[Metric]:
-    from bkctl.http.prometheus import parse_metrics
+    from bkctl.http.bookie_load import parse_metrics
 
     metrics = parse_metrics(found.api.metrics(), f"{found.url}/metrics")
     return [metric for metric in metrics if match is None or _matches(metric.name, match)]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
     from bkctl.replication.departure import Decommission, Drain, Step
-    from bkctl.replication.move_plan import MovePlan, MoveProgress
+    from bkctl.replication.holdings import MovePlan, MoveProgress
 
 app = group()
 
@@ -166,7 +166,7 @@ def _depart(
 ) -> None:  # fmt: skip
     """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan; unless `dry_run`, run it."""
     from bkctl.replication.departure import Drain
-    from bkctl.replication.move_plan import plan_move
+    from bkctl.replication.holdings import plan_move
 
     check_bookie_id(bookie)
     with run.access.cluster() as cluster:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from bkctl.formats.metadata import LedgerState
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.pace import Pace
-    from bkctl.replication.holdings import HeldFragment
-    from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
+    from bkctl.replication.fragments import LedgerFragment
+    from bkctl.replication.holdings import LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
     from bkctl.replication.resume import ResumeFile
 
 
@@ -158,7 +158,7 @@ def loss_text(
 
 
 def _row(
-    ledger: LedgerId, state: LedgerState | None, fragment: HeldFragment | None, *,
+    ledger: LedgerId, state: LedgerState | None, fragment: LedgerFragment | None, *,
     plan: PlannedFragment | None = None, problem: str | None = None,
 ) -> Row:  # fmt: skip
     """Return a fragment on the bookies, for --query and --dry-run; no fragment: metadata that is unreadable."""
@@ -175,8 +175,8 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
         Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
         Column("STATE", "state", "state", spare=1),
         Column("FIRST ENTRY", "firstEntryId", value_at("fragment.first_entry_id"), Kind.INTEGER),
-        Column("LAST ENTRY", "lastEntryId", value_at("fragment.last_entry_id"), Kind.INTEGER),
-        Column("REPLICAS", "entryCount", value_at("fragment.entry_count"), Kind.INTEGER),
+        Column("LAST ENTRY", "lastEntryId", _last_entry_id, Kind.INTEGER),
+        Column("REPLICAS", "entryCount", value_at("fragment.held_count"), Kind.INTEGER),
         Column("ENSEMBLE", "ensemble", value_at("fragment.ensemble"), Kind.NESTED, shape=TEXTS, text=marked),
         Column(None, "bookies", value_at("fragment.bookies"), Kind.NESTED, shape=TEXTS),
     ]
@@ -189,6 +189,10 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
     return Columns(*columns, Column("PROBLEM", "problem", "problem"), key="ledger")
 
 
+def _last_entry_id(row: Row) -> int | None:
+    return row.fragment.last_entry_id if row.fragment is not None and row.fragment.closed else None
+
+
 def _new_ensemble(row: Row) -> Sequence[str] | None:
     return row.plan.new_ensemble if row.plan is not None and row.plan.targets else None
 
@@ -198,7 +202,7 @@ def _unreadable(row: Row) -> list[dict[str, int]] | None:
 
 
 def _planned_row(planned: PlannedFragment | LedgerMove) -> Row:
-    from bkctl.replication.move_plan import PlannedFragment
+    from bkctl.replication.holdings import PlannedFragment
 
     if not isinstance(planned, PlannedFragment):
         return _row(planned.ledger, planned.state, None, problem=planned.problem)
@@ -207,14 +211,14 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> Row:
 
 
 def _moved_columns() -> Columns:
-    from bkctl.replication.move_plan import MovePlan
+    from bkctl.replication.holdings import MovePlan
 
     return move_columns(MovePlan())
 
 
 def move_columns(plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
-    from bkctl.replication.move_plan import MoveOutcome
+    from bkctl.replication.holdings import MoveOutcome
 
     return Columns(
         Column("LEDGER".ljust(ledger_width(plan)), "ledger", "ledger", Kind.LEDGER),
@@ -309,7 +313,7 @@ class _Recovery:
 
     def plan(self, ids: list[LedgerId] | None) -> MovePlan:
         """Return the ledgers to move, once the user agrees."""
-        from bkctl.replication.move_plan import check_scopes_known, plan_move
+        from bkctl.replication.holdings import check_scopes_known, plan_move
 
         names, cluster = self._names, self._cluster
         with self._run.job.working("Looking at the ledgers"):
@@ -354,7 +358,7 @@ class _Recovery:
         self, cluster: Cluster, plan: MovePlan, done: ResumeFile | None, activity: Activity, writer: RowWriter
     ) -> None:
         from bkctl.replication.bookie_mover import BookieMover
-        from bkctl.replication.move_plan import MoveOutcome
+        from bkctl.replication.holdings import MoveOutcome
 
         run, outcomes = self._run, self._outcomes
         async with run.access.bookkeeper(cluster) as bookkeeper:
@@ -378,7 +382,7 @@ class _Recovery:
 
     def _report(self, plan: MovePlan) -> None:
         """Report the ledgers that were not moved, and the cookies that stay, as findings."""
-        from bkctl.replication.move_plan import MoveOutcome
+        from bkctl.replication.holdings import MoveOutcome
 
         out, kept = self._run.out, self._kept_count
         out.error(*(f"Ledger {ledger} was skipped: {problem}" for ledger, problem in plan.damaged.items()))
@@ -437,7 +441,7 @@ def _show_plan(
     run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool
 ) -> None:
     from bkctl.replication.bookie_mover import BookieMover
-    from bkctl.replication.move_plan import MoveOutcome, PlannedFragment
+    from bkctl.replication.holdings import MoveOutcome, PlannedFragment
 
     count = problem_count = 0
 

@@ -17,7 +17,7 @@ from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
-    from bkctl.replication.places import PlaceRow
+    from bkctl.replication.checker import PlaceRow
 
     from ..kit.drawing import TreeWriter
 
@@ -100,7 +100,7 @@ def locate_ledgers(
     $ bkctl ledger locate 12
     $ bkctl ledger locate 12 --entry 0 --check
     """
-    from bkctl.replication.places import checked_places, places_of
+    from bkctl.replication.checker import checked_places, places_of
 
     if entry is not None and not 0 <= entry < 1 << 63:
         raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")

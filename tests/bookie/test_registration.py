@@ -13,7 +13,7 @@ from support.served_bookies import config_for, serving
 from support.servers import EtcdServer, ZooKeeperServer, free_port, wait_for
 from support.waiting import LIMIT_S
 
-from bkctl.http.bookie_health import cluster_vitals, vitals_findings
+from bkctl.http.bookie_load import cluster_vitals, vitals_findings
 from bkctl.http.client import ApiClient
 from bkctl.metadata.cluster import Cluster, open_cluster
 

@@ -15,7 +15,7 @@ from support import golden
 from support.golden import DATA, GoldenBookie
 
 from bkctl import pace
-from bkctl.checks import index_rows, location_rows, log_records, recheck
+from bkctl.checks import check, index_rows, recheck
 from bkctl.checks.check import IndexCheck
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Finding, FindingKind
@@ -497,9 +497,9 @@ def test_several_runs_of_rows_give_the_same_findings(bookie: Bookie, monkeypatch
     bookie.point(PLAIN, 4, bookie.where[PLAIN, 0])
     expected = kinds(bookie.check()[0])
     assert len(expected) == 2
-    monkeypatch.setattr(location_rows, "RUN_ROWS", 2)
+    monkeypatch.setattr(index_rows, "RUN_ROWS", 2)
     monkeypatch.setattr(index_rows, "BATCH_ITEMS", 2)
-    monkeypatch.setattr(log_records, "WINDOW_RECORDS", 2)
+    monkeypatch.setattr(check, "WINDOW_RECORDS", 2)
     monkeypatch.setattr(recheck, "RETRY_ENTRIES", 2)
     assert sorted(kinds(bookie.check()[0])) == sorted(expected)
     assert sorted(kinds(bookie.check(ledgers=[PLAIN])[0])) == sorted(expected)

@@ -14,7 +14,7 @@ from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
 from bkctl.protocol.messages import AddRequest, BookieInfoRequest, ReadRequest, Status
-from bkctl.replication.targets import TargetChooser
+from bkctl.replication.replicator import TargetChooser
 
 REGIONS = "org.apache.bookkeeper.client.RegionAwareEnsemblePlacementPolicy"
 

@@ -22,7 +22,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks
-from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
+from bkctl.replication.holdings import LedgerMove, MoveOutcome, MovePlan
 
 from .conftest import Cli
 

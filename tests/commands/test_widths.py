@@ -27,7 +27,7 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet
 from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.replication.departure import Step, StepKind, StepResult
-from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
+from bkctl.replication.holdings import LedgerMove, MoveOutcome, MovePlan
 
 WIDTHS = (60, 80, 100, 200)
 WIDE = LedgerId(0x94837F5F73304158, 0x9A61E0C2BD18FE35)

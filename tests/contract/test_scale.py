@@ -36,8 +36,8 @@ from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.cluster import LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
 from bkctl.metadata.ledger_columns import ledger_rows
 from bkctl.metadata.store import NEW
+from bkctl.replication.holdings import plan_move
 from bkctl.replication.marking import audit_bookies
-from bkctl.replication.move_plan import plan_move
 
 COUNTS = (5_000, 20_000)
 #: One ledger in ten has a scope of its own.

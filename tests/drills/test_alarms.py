@@ -25,7 +25,7 @@ from support.waiting import eventually
 from bkctl.client.ledger_survey import LedgerSurvey, survey_ledgers
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
-from bkctl.http.bookie_health import read_vitals
+from bkctl.http.bookie_load import read_vitals
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import FIRST_AUDIT_MS
 from bkctl.metadata.cluster import Cluster, open_cluster

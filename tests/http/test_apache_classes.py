@@ -11,7 +11,7 @@ from support.raw_http import call
 from support.servers import Java
 
 from bkctl.client.ledger import BookKeeper
-from bkctl.http.api import ENDPOINTS
+from bkctl.http.app import ENDPOINTS
 from bkctl.http.endpoints import PREFIX
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.underreplication import LedgerMarks

@@ -19,8 +19,8 @@ from support.servers import wait_for
 
 from bkctl.disk import Files
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
-from bkctl.http.api import ENDPOINTS
-from bkctl.http.api import settings as settings_api
+from bkctl.http import bookie_endpoints
+from bkctl.http.app import ENDPOINTS
 from bkctl.http.endpoints import PREFIX
 from bkctl.http.gateway import Upstream
 from bkctl.http.server import HttpServer
@@ -198,7 +198,7 @@ def test_bookie_answers_probes_while_disks_or_store_hang(
     calls = {
         "store": [(SqliteStore, "_rows"), (SqliteStore, "_transaction")],
         "disks": [
-            (Files, "disk_usage"), (os, "walk"), (Path, "read_bytes"), (settings_api, "read_properties"),
+            (Files, "disk_usage"), (os, "walk"), (Path, "read_bytes"), (bookie_endpoints, "read_properties"),
         ],
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.waiting_requests import UnreadableLedgers
 from bkctl.errors import BkctlError, Corrupt, EntryNotFound, NotFound
 from bkctl.formats.metadata import Fragment, LedgerMetadata
-from bkctl.http.bookie_health import BookieVitals, read_vitals, without_moved
+from bkctl.http.bookie_load import BookieVitals, read_vitals, without_moved
 from bkctl.http.bookie_metrics import CLOCK_SECONDS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS, metrics_text
 from bkctl.http.service import BookieProxy
 from bkctl.ids import LedgerId

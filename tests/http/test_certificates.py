@@ -179,7 +179,7 @@ def test_health_says_that_a_certificate_has_expired(monkeypatch: pytest.MonkeyPa
     from support.fake_http import FakeServer, Reply
 
     from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
-    from bkctl.http.bookie_health import cluster_vitals, vitals_findings
+    from bkctl.http.bookie_load import cluster_vitals, vitals_findings
     from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import VERSION_PROPERTY, RegisteredBookie
 

@@ -24,8 +24,8 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.http.bookie_client import JSON_SIZE_BYTES_MAX, BookieApi
+from bkctl.http.bookie_load import Metric, parse_metrics
 from bkctl.http.client import ANSWER_SIZE_BYTES_MAX, ApiAnswer, ApiClient
-from bkctl.http.prometheus import Metric, parse_metrics
 from bkctl.http.server_url import ServerUrl, bookie_url
 from bkctl.metadata.cluster import RegisteredBookie
 

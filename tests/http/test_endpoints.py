@@ -20,9 +20,8 @@ from support.servers import REPOSITORY
 from support.waiting import LIMIT_S
 
 from bkctl.http import bookie_metrics
-from bkctl.http.api import ENDPOINTS
-from bkctl.http.api.settings import CHANGEABLE
-from bkctl.http.app import OPENAPI_PATH
+from bkctl.http.app import ENDPOINTS, OPENAPI_PATH
+from bkctl.http.bookie_endpoints import CHANGEABLE
 from bkctl.http.endpoints import document
 
 #: Requests to each endpoint.

@@ -25,11 +25,11 @@ from support.waiting import LIMIT_S
 
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
-from bkctl.http import app, uvicorn_server
-from bkctl.http.api.settings import CHANGEABLE
+from bkctl.http import app
 from bkctl.http.app import BODY_SIZE_BYTES_MAX, Api
+from bkctl.http.bookie_endpoints import CHANGEABLE
 from bkctl.http.gateway import Upstream
-from bkctl.http.server import HEAD_SIZE_BYTES_MAX, HttpServer
+from bkctl.http.server import HEAD_SIZE_BYTES_MAX, BoundedProtocol, HttpServer
 from bkctl.http.server_settings import HttpSettings, is_loopback, read_token, tls_context
 from bkctl.http.service import Service
 
@@ -373,9 +373,9 @@ def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HttpServer]:
     """A server in this process with short time limits."""
     for name in ("IDLE_TIMEOUT_S", "STALL_TIMEOUT_S"):
-        monkeypatch.setattr(uvicorn_server, name, 0.3)
-    monkeypatch.setattr(uvicorn_server, "_LOOK_S", 0.05)
-    monkeypatch.setattr(uvicorn_server, "CONNECTIONS_MAX", 20)
+        monkeypatch.setattr(f"bkctl.http.server.{name}", 0.3)
+    monkeypatch.setattr("bkctl.http.server._LOOK_S", 0.05)
+    monkeypatch.setattr("bkctl.http.server.CONNECTIONS_MAX", 20)
     server = HttpServer(HttpSettings("127.0.0.1", 0))
     server.bind()
     server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())
@@ -385,7 +385,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HttpS
 
 def answers_slow_clients(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return True if the server answers, without its short idle time, which a client on a busy machine needs."""
-    monkeypatch.setattr(uvicorn_server, "IDLE_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr("bkctl.http.server.IDLE_TIMEOUT_S", LIMIT_S)
     return call(server.address[1], "GET", "/heartbeat").status == 200
 
 
@@ -415,8 +415,8 @@ def test_excess_connections_are_refused(impatient: HttpServer, monkeypatch: pyte
 
 
 def test_mute_tls_connections_count_and_time_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pem: Path) -> None:
-    monkeypatch.setattr(uvicorn_server, "CONNECTIONS_MAX", 20)
-    monkeypatch.setattr(uvicorn_server, "HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("bkctl.http.server.CONNECTIONS_MAX", 20)
+    monkeypatch.setattr("bkctl.http.server.HANDSHAKE_TIMEOUT_S", 0.5)
     tls = tls_context(str(pem), None, None)
     server = HttpServer(HttpSettings("127.0.0.1", 0, tls=tls))
     server.bind()
@@ -441,7 +441,7 @@ def test_mute_tls_connections_count_and_time_out(monkeypatch: pytest.MonkeyPatch
 def test_lost_connections_are_freed_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pem: Path, scheme: str
 ) -> None:
-    connections = Lifetimes(uvicorn_server.BoundedProtocol, monkeypatch)
+    connections = Lifetimes(BoundedProtocol, monkeypatch)
     tls = tls_context(str(pem), None, None) if scheme == "https" else None
     client_tls = ssl.create_default_context(cafile=pem)
     server = HttpServer(HttpSettings("127.0.0.1", 0, tls=tls))

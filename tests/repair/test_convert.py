@@ -311,7 +311,7 @@ def test_a_damaged_index_is_not_converted(current: Path) -> None:
 def test_a_conversion_resumes_after_any_failure(
     current: Path, tmp_path: Path, to: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkctl.repair.conversion.LEDGERS_PER_CHECKPOINT", 1)
+    monkeypatch.setattr("bkctl.repair.convert.LEDGERS_PER_CHECKPOINT", 1)
     layout = layout_at(current.parent)
     old, new = (file_index, database_index) if to == DB else (database_index, file_index)
     if to == INTERLEAVED:
@@ -355,7 +355,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from types import SimpleNamespace
-from bkctl.repair import conversion
+from bkctl.repair import convert as conversion
 from bkctl.repair.convert import convert
 from bkctl.files.directories import BookieDirectories
 from bkctl.disk import Files
@@ -412,7 +412,7 @@ def test_the_progress_file_is_listed_as_unfinished(current: Path) -> None:
 
 
 def test_a_bookie_that_ran_in_between_restarts_the_conversion(current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bkctl.repair.conversion.LEDGERS_PER_CHECKPOINT", 1)
+    monkeypatch.setattr("bkctl.repair.convert.LEDGERS_PER_CHECKPOINT", 1)
     layout = layout_at(current.parent)
     with pytest.raises(SimulatedCrash):
         convert(layout, DB, files=FailingFiles(8, SimulatedCrash()))

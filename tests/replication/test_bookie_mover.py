@@ -19,12 +19,12 @@ from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks, lock_path
 from bkctl.pace import Pace
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
-from bkctl.replication import move_queue
+from bkctl.replication import bookie_mover
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.departure import Decommission, StepResult
 from bkctl.replication.fragments import EntrySpan, spans_text
-from bkctl.replication.move_plan import LedgerMove, MoveOutcome, PlannedFragment, plan_move
+from bkctl.replication.holdings import LedgerMove, MoveOutcome, PlannedFragment, plan_move
 from bkctl.replication.resume import ResumeFile
 
 from .recovering import write
@@ -368,7 +368,7 @@ async def test_move_waits_for_locked_ledger(fake_cluster):
 @pytest.mark.parametrize("scope", [0, 7])
 async def test_entries_copied_without_the_lock_are_listed_again_under_it(fake_cluster, monkeypatch, count, scope):
     """The target collects the copies as over-replicated as soon as the other worker lets go."""
-    monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(bookie_mover, "LOCK_PATIENCE_S", 0.0)
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
             ledger = (await write(writing, count, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)).ledger
@@ -395,8 +395,8 @@ async def test_entries_copied_without_the_lock_are_listed_again_under_it(fake_cl
 
 
 async def test_ledger_that_stays_locked_is_not_swapped(fake_cluster, monkeypatch):
-    monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
-    monkeypatch.setattr(move_queue, "LOCK_WAIT_S_MAX", 0.0)
+    monkeypatch.setattr(bookie_mover, "LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(bookie_mover, "LOCK_WAIT_S_MAX", 0.0)
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = [(await write(client, 3, scope_id=scope)).ledger for scope in (0, 7)]
         gone = sorted(named(cluster, ledgers[0]) & named(cluster, ledgers[1]))[0]

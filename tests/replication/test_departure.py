@@ -12,7 +12,7 @@ from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, AutoRecoveryState, LedgerMarks
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.departure import BLOCKING_RESULTS, Decommission, Drain, StepKind, StepResult
-from bkctl.replication.move_plan import plan_move
+from bkctl.replication.holdings import plan_move
 
 from .recovering import write
 

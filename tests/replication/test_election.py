@@ -9,7 +9,7 @@ from replication.recovering import eventually, running
 
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.underreplication import AuditorElection
-from bkctl.replication.election import AuditorElector
+from bkctl.replication.auditor import AuditorElector
 
 
 class Candidate:

@@ -11,8 +11,8 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.replication.ensemble_swap import EnsembleSwap
 from bkctl.replication.fragments import LedgerFragment
+from bkctl.replication.replicator import EnsembleSwap
 
 COPIED = ("a", "b", "c", "d")
 

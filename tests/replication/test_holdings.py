@@ -71,10 +71,10 @@ def test_ledgers_on_finds_every_scope_and_fragment(cluster: Cluster) -> None:
     one = found[LedgerId(7, 1)]
     [fragment] = one.fragments
     # 0, 2, 3, 5, 6, 8, 9: two of three entries.
-    assert (fragment.first_entry_id, fragment.last_entry_id, fragment.indexes, fragment.entry_count) == (0, 9, (0,), 7)
+    assert (fragment.first_entry_id, fragment.last_entry_id, fragment.bookies, fragment.held_count) == (0, 9, ("a",), 7)
     assert (one.holds_entries, one.grows, one.entry_count, one.size_bytes) == (True, False, 7, 700)
     two = held(cluster, "b", "d")[LedgerId(0, 1)]
-    assert [(each.bookies, each.entry_count) for each in two.fragments] == [(("b",), 7), (("b", "d"), 27)]
+    assert [(each.bookies, each.held_count) for each in two.fragments] == [(("b",), 7), (("b", "d"), 27)]
 
 
 def test_open_fragment_grows_and_empty_one_holds_nothing(cluster: Cluster) -> None:
@@ -86,9 +86,9 @@ def test_open_fragment_grows_and_empty_one_holds_nothing(cluster: Cluster) -> No
     assert [(each.grows, each.holds_entries) for each in on_a.values()] == [
         (True, True), (False, False), (False, True), (False, True),
     ]  # fmt: skip
-    assert on_a[LedgerId(0, 1)].fragments[1].last_entry_id is None
+    assert not on_a[LedgerId(0, 1)].fragments[1].closed
     assert not on_b[LedgerId(0, 3)].holds_entries
-    assert on_b[LedgerId(0, 4)].fragments[1][1:2] == (6,)
+    assert on_b[LedgerId(0, 4)].fragments[1].last_entry_id == 6
     assert not held(cluster, "d")[LedgerId(0, 4)].holds_entries
 
 

@@ -13,9 +13,8 @@ from bkctl.formats.availability import Availability, SequenceGroup
 from bkctl.ids import LedgerId
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
-from bkctl.replication.auditor import Auditor
+from bkctl.replication.auditor import Auditor, _worst_count
 from bkctl.replication.fragments import LedgerFragment
-from bkctl.replication.ledger_checks import _worst_count
 
 HOUR_S = 3600
 

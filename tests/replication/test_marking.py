@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 from replication.recovering import bookies_of, lose, marks, write
@@ -10,7 +11,7 @@ from replication.recovering import bookies_of, lose, marks, write
 from bkctl.errors import UsageError
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerMarks, UnderreplicationLayout, mark_path
-from bkctl.replication.marking import Decision, LostBookies, audit_bookies, mark_ledgers
+from bkctl.replication.marking import LostBookies, audit_bookies, mark_ledgers
 
 
 async def test_mark_ledgers_marks_by_scope(fake_cluster):
@@ -78,48 +79,52 @@ async def test_audit_continues_after_damaged_mark(fake_cluster, caplog):
 
 def test_loss_without_delay_is_audited_at_once():
     lost = LostBookies({"a", "b", "c"}, 0)
-    assert lost.bookies_changed({"a", "b", "c"}, 0) is Decision.NOTHING
-    assert lost.bookies_changed({"a", "b"}, 0) is Decision.AUDIT
-    assert lost.bookies_changed({"a", "b"}, 0) is Decision.NOTHING
-    assert lost.bookies_changed({"a", "b", "d"}, 0) is Decision.NOTHING
-    assert lost.bookies_changed({"a"}, 0) is Decision.AUDIT
-    assert not lost.is_pending
+    assert not lost.bookies_changed({"a", "b", "c"}, 0, 10)
+    assert lost.bookies_changed({"a", "b"}, 0, 10)
+    assert not lost.bookies_changed({"a", "b"}, 0, 10)
+    assert not lost.bookies_changed({"a", "b", "d"}, 0, 10)
+    assert lost.bookies_changed({"a"}, 0, 10)
+    assert (lost.waiting, lost.due_s) == (set(), math.inf)
 
 
 def test_returning_bookie_cancels_delayed_audit():
     lost = LostBookies({"a", "b", "c"}, 60)
-    assert lost.bookies_changed({"a", "b"}, 60) is Decision.AUDIT_LATER
-    assert lost.bookies_changed({"a", "b"}, 60) is Decision.NOTHING
-    assert (lost.is_pending, lost.waiting) == (True, {"c"})
-    assert lost.bookies_changed({"a", "b", "c"}, 60) is Decision.CANCEL
-    assert (lost.is_pending, lost.delayed_count, lost.cancelled_count) == (False, 1, 1)
-    assert lost.bookies_changed({"a", "b"}, 60) is Decision.AUDIT_LATER
-    lost.delay_over()
-    assert not lost.is_pending
-    assert lost.bookies_changed({"a", "b"}, 60) is Decision.NOTHING
+    assert not lost.bookies_changed({"a", "b"}, 60, 10)
+    assert lost.due_s == 70
+    assert not lost.bookies_changed({"a", "b"}, 60, 20)
+    assert (lost.waiting, lost.due_s) == ({"c"}, 70)
+    assert not lost.bookies_changed({"a", "b", "c"}, 60, 30)
+    assert (lost.waiting, lost.due_s, lost.delayed_count, lost.cancelled_count) == (set(), math.inf, 1, 1)
+    assert not lost.bookies_changed({"a", "b"}, 60, 40)
+    assert not lost.is_due(99)
+    assert lost.is_due(100)
+    assert (lost.waiting, lost.due_s) == (set(), math.inf)
+    assert not lost.bookies_changed({"a", "b"}, 60, 100)
+    assert not lost.is_due(200)
 
 
 def test_several_lost_bookies_are_audited_despite_delay():
     lost = LostBookies({"a", "b", "c", "d"}, 60)
-    assert lost.bookies_changed({"a", "b"}, 60) is Decision.AUDIT
+    assert lost.bookies_changed({"a", "b"}, 60, 10)
     lost = LostBookies({"a", "b", "c", "d"}, 60)
-    assert lost.bookies_changed({"a", "b", "c"}, 60) is Decision.AUDIT_LATER
-    assert lost.bookies_changed({"a", "b"}, 60) is Decision.AUDIT
-    assert not lost.is_pending
+    assert not lost.bookies_changed({"a", "b", "c"}, 60, 10)
+    assert lost.bookies_changed({"a", "b"}, 60, 20)
+    assert (lost.waiting, lost.due_s) == (set(), math.inf)
     # One returns in the moment in which another one goes.
     lost = LostBookies({"a", "b", "c"}, 60)
-    assert lost.bookies_changed({"a", "b"}, 60) is Decision.AUDIT_LATER
-    assert lost.bookies_changed({"a", "c"}, 60) is Decision.AUDIT_LATER
-    assert lost.waiting == {"b"}
+    assert not lost.bookies_changed({"a", "b"}, 60, 10)
+    assert not lost.bookies_changed({"a", "c"}, 60, 20)
+    assert (lost.waiting, lost.due_s) == ({"b"}, 80)
 
 
 def test_same_or_zero_delay_audits_now_and_new_delay_restarts():
     lost = LostBookies({"a", "b"}, 60)
-    assert lost.delay_written(60) is Decision.AUDIT
-    assert lost.delay_written(120) is Decision.NOTHING
-    assert lost.bookies_changed({"a"}, 120) is Decision.AUDIT_LATER
-    assert lost.delay_written(30) is Decision.AUDIT_LATER
-    assert (lost.is_pending, lost.delayed_count, lost.cancelled_count) == (True, 2, 1)
-    assert lost.delay_written(0) is Decision.AUDIT
-    assert not lost.is_pending
-    assert lost.bookies_changed({"a"}, 0) is Decision.NOTHING
+    assert lost.delay_written(60, 10)
+    assert not lost.delay_written(120, 10)
+    assert lost.due_s == math.inf
+    assert not lost.bookies_changed({"a"}, 120, 10)
+    assert not lost.delay_written(30, 20)
+    assert (lost.waiting, lost.due_s, lost.delayed_count, lost.cancelled_count) == ({"b"}, 50, 2, 1)
+    assert lost.delay_written(0, 30)
+    assert (lost.waiting, lost.due_s) == (set(), math.inf)
+    assert not lost.bookies_changed({"a"}, 0, 40)

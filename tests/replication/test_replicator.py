@@ -23,7 +23,7 @@ from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest,
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.fragments import FaultReason
-from bkctl.replication.move_plan import plan_move
+from bkctl.replication.holdings import plan_move
 from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome
 
 
@@ -446,7 +446,7 @@ async def test_mute_bookie_is_asked_once_for_its_entries(fake_cluster, monkeypat
 
 
 async def test_search_for_unreadable_entries_is_bounded(fake_cluster, monkeypatch):
-    for module in ("fragment_copy", "lost_entries"):
+    for module in ("fragment_copy", "replica_reads"):
         monkeypatch.setattr(f"bkctl.replication.{module}.UNREADABLE_NAMED_MAX", 50)
 
     async with fake_cluster(4) as cluster, cluster.client() as client:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound
-from bkctl.http.bookie_load import BookieLoad
+from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
 from bkctl.ids import LedgerId, parse_scope_id
 from bkctl.metadata.admin.health import health_findings
 from bkctl.metadata.ledger_columns import pulsar_object
@@ -20,7 +23,7 @@ from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySetting
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import LedgerMetadata
-    from bkctl.http.console.history import LoadHistory
+    from bkctl.http.gateway import Upstream
     from bkctl.http.service import Service
     from bkctl.metadata.cluster import Cluster
 
@@ -41,21 +44,24 @@ Values = Mapping[str, Any]
 
 
 class Sources(NamedTuple):
-    """Sources of what pages show."""
+    """The sources of a page, the subject that is named behind it, and its query."""
 
-    service: Service
+    cluster: Cluster
     history: LoadHistory
+    subject: str
+    query: Mapping[str, str]
 
 
 class ConsolePage(NamedTuple):
     """A page: its template, and the function that reads what it shows, or returns the name of another page.
 
-    `read` gets the sources, the subject that is named behind the page, and the query.
+    `read` blocks, and is called in a thread. The cluster is there unless `is_of_loads`.
     """
 
     template: str
-    read: Callable[[Sources, str, Mapping[str, str]], Awaitable[Values | str]]
+    read: Callable[[Sources], Values | str]
     takes_subject: bool = False
+    is_of_loads: bool = False
 
 
 class Chart(NamedTuple):
@@ -110,24 +116,19 @@ def chart(title: str, unit: str, numbers: Sequence[float | None]) -> Chart:
     return Chart(title, unit, " ".join(places), numbers[-1] if numbers else None, highest)
 
 
-async def _overview(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await of.service.cluster()
-
-    def read() -> Values:
-        states = Counter(bookie.state for bookie in cluster.bookies.list())
-        count = sum(1 for _ in islice(cluster.ledgers.ledgers(None), LEDGERS_EXAMINED_MAX + 1))
-        more = "more than " if count > LEDGERS_EXAMINED_MAX else ""
-        return {
-            "states": states,
-            "ledgers": f"{more}{min(count, LEDGERS_EXAMINED_MAX):,}",
-            "findings": sorted(health_findings(cluster), key=lambda each: (each.severity, each.code, each.subject)),
-        }
-
-    found = await asyncio.to_thread(read)
+def _overview(of: Sources) -> Values:
+    states = Counter(bookie.state for bookie in of.cluster.bookies.list())
+    count = sum(1 for _ in islice(of.cluster.ledgers.ledgers(None), LEDGERS_EXAMINED_MAX + 1))
+    more = "more than " if count > LEDGERS_EXAMINED_MAX else ""
     disks = [load.reading.disk for load in _loads(of) if load.reading is not None and load.reading.disk]
-    charts = [chart(title, unit, of.history.total(number)) for title, unit, number in _CHARTS[:2]]
-    return {**found, "total": sum(disk.total for disk in disks), "used": sum(disk.used for disk in disks),
-            "charts": charts}  # fmt: skip
+    return {
+        "states": states,
+        "ledgers": f"{more}{min(count, LEDGERS_EXAMINED_MAX):,}",
+        "findings": sorted(health_findings(of.cluster), key=lambda each: (each.severity, each.code, each.subject)),
+        "total": sum(disk.total for disk in disks),
+        "used": sum(disk.used for disk in disks),
+        "charts": [chart(title, unit, of.history.total(number)) for title, unit, number in _CHARTS[:2]],
+    }
 
 
 def _loads(of: Sources) -> Sequence[BookieLoad]:
@@ -135,29 +136,28 @@ def _loads(of: Sources) -> Sequence[BookieLoad]:
     return () if last is None else last.bookies
 
 
-async def _bookies(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await of.service.cluster()
-    bookies, racks = await asyncio.to_thread(lambda: (cluster.bookies.list(), _racks(cluster)))
+def _bookies(of: Sources) -> Values:
+    racks = _racks(of.cluster)
     loads = {load.bookie.bookie_id: load for load in _loads(of)}
-    rows = [(bookie, racks.get(bookie.bookie_id), loads.get(bookie.bookie_id)) for bookie in bookies]
-    return {"rows": rows}
+    bookies = of.cluster.bookies.list()
+    return {"rows": [(each, racks.get(each.bookie_id), loads.get(each.bookie_id)) for each in bookies]}
 
 
 def _racks(cluster: Cluster) -> dict[str, str]:
     return {each.bookie_id: each.rack for each in read_racks(cluster.store) if each.rack is not None}
 
 
-async def _bookie(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await of.service.cluster()
-    bookie = next((each for each in await asyncio.to_thread(cluster.bookies.list) if each.bookie_id == subject), None)
+def _bookie(of: Sources) -> Values:
+    bookie = next((each for each in of.cluster.bookies.list() if each.bookie_id == of.subject), None)
     if bookie is None:
-        raise NotFound(f"Bookie {subject!r} has neither a cookie nor a registration")
-    load = next((each for each in _loads(of) if each.bookie.bookie_id == subject), None)
-    charts = [chart(title, unit, of.history.of_bookie(subject, number)) for title, unit, number in _CHARTS]
+        raise NotFound(f"Bookie {of.subject!r} has neither a cookie nor a registration")
+    load = next((each for each in _loads(of) if each.bookie.bookie_id == of.subject), None)
+    charts = [chart(title, unit, of.history.of_bookie(of.subject, number)) for title, unit, number in _CHARTS]
     return {"bookie": bookie, "load": load, "charts": charts}
 
 
-async def _ledgers(of: Sources, subject: str, query: Mapping[str, str]) -> Values | str:
+def _ledgers(of: Sources) -> Values | str:
+    query, manager = of.query, of.cluster.ledgers
     if query.get("q", "").strip():
         return f"ledger/{LedgerId.parse(query['q'].strip())}"
     scope = parse_scope_id(query["scope"].strip()) if query.get("scope", "").strip() else None
@@ -165,31 +165,24 @@ async def _ledgers(of: Sources, subject: str, query: Mapping[str, str]) -> Value
     if after is not None and scope is not None and after.scope_id != scope:
         after = None
     wanted = query.get("application", "").strip()
-    cluster = await of.service.cluster()
-
-    def read() -> Values:
-        rows: list[tuple[LedgerId, Any]] = []
-        last, examined = None, 0
-        manager = cluster.ledgers
-        for ledger, found in manager.read_many(islice(manager.ledgers(scope, after), LEDGERS_EXAMINED_MAX)):
-            last, examined = ledger, examined + 1
-            if isinstance(found, LedgerNotFound):  # deleted meanwhile
-                continue
-            if isinstance(found, BkctlError):
-                rows += [] if wanted else [(ledger, found)]
-            elif not wanted or application_of(found.metadata) == wanted:
-                rows.append((ledger, found))
-            if len(rows) >= LEDGERS_A_PAGE:
-                break
-        has_more = len(rows) >= LEDGERS_A_PAGE or examined >= LEDGERS_EXAMINED_MAX
-        kept = {"scope": query.get("scope", ""), "application": wanted, "after": str(last)}
-        return {
-            "rows": rows, "examined": examined, "scopes": list(islice(manager.scopes(), SCOPES_MAX)),
-            "next": urlencode(kept) if has_more else None,
-        }  # fmt: skip
-
-    found = await asyncio.to_thread(read)
-    return {**found, "scope": query.get("scope", ""), "application": wanted, "application_of": application_of}
+    rows: list[tuple[LedgerId, Any]] = []
+    last, examined = None, 0
+    for ledger, found in manager.read_many(islice(manager.ledgers(scope, after), LEDGERS_EXAMINED_MAX)):
+        last, examined = ledger, examined + 1
+        if isinstance(found, LedgerNotFound):  # deleted meanwhile
+            continue
+        if isinstance(found, BkctlError):
+            rows += [] if wanted else [(ledger, found)]
+        elif not wanted or application_of(found.metadata) == wanted:
+            rows.append((ledger, found))
+        if len(rows) >= LEDGERS_A_PAGE:
+            break
+    has_more = len(rows) >= LEDGERS_A_PAGE or examined >= LEDGERS_EXAMINED_MAX
+    kept = {"scope": query.get("scope", ""), "application": wanted}
+    return {
+        **kept, "rows": rows, "examined": examined, "scopes": list(islice(manager.scopes(), SCOPES_MAX)),
+        "next": urlencode({**kept, "after": str(last)}) if has_more else None, "application_of": application_of,
+    }  # fmt: skip
 
 
 def application_of(metadata: LedgerMetadata) -> str:
@@ -197,11 +190,10 @@ def application_of(metadata: LedgerMetadata) -> str:
     return metadata.custom_metadata.get("application", b"")[:100].decode("utf-8", "replace")
 
 
-async def _ledger(of: Sources, subject: str, query: Mapping[str, str]) -> Values | str:
-    ledger = LedgerId.parse(subject)
-    cluster = await of.service.cluster()
-    found = await asyncio.to_thread(lambda: cluster.ledgers.read(ledger))
-    mark = await asyncio.to_thread(attempt, LedgerMarks(cluster.store).get, ledger)
+def _ledger(of: Sources) -> Values:
+    ledger = LedgerId.parse(of.subject)
+    found = of.cluster.ledgers.read(ledger)
+    mark = attempt(LedgerMarks(of.cluster.store).get, ledger)
     custom = [
         (key[:CUSTOM_LENGTH_MAX], value[:CUSTOM_LENGTH_MAX].decode("utf-8", "backslashreplace"), len(value))
         for key, value in islice(sorted(found.metadata.custom_metadata.items()), 100)
@@ -241,32 +233,26 @@ def _bars(fragments: Sequence[tuple[int, int | None, Sequence[str]]]) -> Iterato
         x += width
 
 
-async def _replication(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await of.service.cluster()
-
-    def read() -> Values:
-        marks = list(islice(LedgerMarks(cluster.store).list(None), MARKS_A_PAGE + 1))
-        bookies = Counter(
-            bookie for _, mark in marks if not isinstance(mark, BkctlError) for bookie in set(mark.missing_replicas)
-        )
-        return {
-            "marks": marks[:MARKS_A_PAGE], "has_more": len(marks) > MARKS_A_PAGE, "bookies": bookies.most_common(),
-            "auditor": attempt(AuditorElection(cluster.store).auditor),
-            "is_enabled": AutoRecoverySettings(cluster.store).is_enabled(),
-        }  # fmt: skip
-
-    return await asyncio.to_thread(read)
+def _replication(of: Sources) -> Values:
+    store = of.cluster.store
+    marks = list(islice(LedgerMarks(store).list(None), MARKS_A_PAGE + 1))
+    bookies = Counter(
+        bookie for _, mark in marks if not isinstance(mark, BkctlError) for bookie in set(mark.missing_replicas)
+    )
+    return {
+        "marks": marks[:MARKS_A_PAGE], "has_more": len(marks) > MARKS_A_PAGE, "bookies": bookies.most_common(),
+        "auditor": attempt(AuditorElection(store).auditor), "is_enabled": AutoRecoverySettings(store).is_enabled(),
+    }  # fmt: skip
 
 
-async def _garbage(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+def _garbage(of: Sources) -> Values:
     return {"loads": _loads(of)}
 
 
-async def _rack_page(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await of.service.cluster()
-    bookies, racks = await asyncio.to_thread(lambda: (cluster.bookies.list(), _racks(cluster)))
+def _rack_page(of: Sources) -> Values:
+    racks = _racks(of.cluster)
     groups: dict[str, list[Any]] = defaultdict(list)
-    for bookie in bookies:
+    for bookie in of.cluster.bookies.list():
         groups[racks.get(bookie.bookie_id, "")].append(bookie)
     return {"groups": sorted(groups.items())}
 
@@ -279,6 +265,87 @@ PAGES: Final[Mapping[str, ConsolePage]] = {
     "ledgers": ConsolePage("ledgers.html", _ledgers),
     "ledger": ConsolePage("ledger.html", _ledger, takes_subject=True),
     "replication": ConsolePage("replication.html", _replication),
-    "garbage": ConsolePage("garbage.html", _garbage),
+    "garbage": ConsolePage("garbage.html", _garbage, is_of_loads=True),
     "racks": ConsolePage("racks.html", _rack_page),
 }
+
+
+log: Final = logging.getLogger("bkctl.http")
+
+# --- the load of the last hour ---------------------------------------------------------------------------------------
+
+INTERVAL_S: Final = 30.0
+LOOKS_MAX: Final = 120
+#: Without a page view for so long, the bookies are not asked any more.
+IDLE_S: Final = 3600.0
+WAIT_S: Final = 5.0
+
+
+class LoadAt(NamedTuple):
+    """The load at one time, in milliseconds since 1970."""
+
+    at_ms: int
+    load: ClusterLoad
+
+
+class LoadHistory:
+    """The looks of the last hour, taken while pages are viewed, the oldest first; `problem` is that of the last one."""
+
+    def __init__(self, service: Service, upstream: Upstream) -> None:
+        self.looks: deque[LoadAt] = deque(maxlen=LOOKS_MAX)
+        self.problem: str | None = None
+        self._service = service
+        self._upstream = upstream
+        self._viewed_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Read the load from now on, for as long as pages are viewed."""
+        self._viewed_s = time.monotonic()
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """End the reading."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def last(self) -> ClusterLoad | None:
+        """The newest load, None before the first."""
+        return self.looks[-1].load if self.looks else None
+
+    def total(self, number: Callable[[BookieLoad], float | None]) -> list[float | None]:
+        """Return the sum of a number of all bookies, at each look; None where no bookie has it."""
+        return [_sum([number(each) for each in look.load.bookies]) for look in list(self.looks)]
+
+    def of_bookie(self, bookie_id: str, number: Callable[[BookieLoad], float | None]) -> list[float | None]:
+        """Return a number of one bookie, at each look."""
+        return [_sum([number(each) for each in look.load.bookies if each.bookie.bookie_id == bookie_id])
+                for look in list(self.looks)]  # fmt: skip
+
+    async def _run(self) -> None:
+        def host_of(bookie_id: str) -> str | None:
+            address = self._service.addresses.get(bookie_id)
+            return None if address is None else address[0]
+
+        watch: LoadWatch | None = None
+        while time.monotonic() - self._viewed_s < IDLE_S:
+            try:
+                if watch is None:
+                    client_of = partial(self._upstream.client, timeout_s=WAIT_S)
+                    watch = LoadWatch(await self._service.cluster(), client_of, WAIT_S, host_of)
+                load = await asyncio.to_thread(watch.look)
+                self.looks.append(LoadAt(int(time.time() * 1000), load))
+                self.problem = None
+            except BkctlError as error:
+                self.problem = error.message
+            # The first rates need a second look.
+            await asyncio.sleep(INTERVAL_S if len(self.looks) > 1 else 2.0)
+        self.looks.clear()
+
+
+def _sum(numbers: list[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known else None

@@ -20,8 +20,7 @@ from starlette.responses import RedirectResponse, Response
 
 from bkctl.columns import iso_time, plain
 from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.http.console.history import LoadHistory
-from bkctl.http.console.pages import PAGES, Sources
+from bkctl.http.console.pages import PAGES, LoadHistory, Sources
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -103,7 +102,9 @@ class Console:
             if page is None or bool(rest) != page.takes_subject:
                 raise NotFound(f"No page {name!r}", hint="the navigation has all pages")
             self.history.begin()
-            values = await page.read(Sources(self.service, self.history), rest, dict(request.query_params))
+            cluster: Any = None if page.is_of_loads else await self.service.cluster()
+            of = Sources(cluster, self.history, rest, dict(request.query_params))
+            values = await asyncio.to_thread(page.read, of)
         except BkctlError as error:
             status = 404 if isinstance(error, NotFound) else 400 if isinstance(error, UsageError) else 503
             return self._page(request, "error.html", status, message=error.message, hint=error.hint)

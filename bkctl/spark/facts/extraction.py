@@ -40,9 +40,8 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Cookie
-from bkctl.formats.names import COOKIE_NAME
+from bkctl.formats.names import COOKIE_NAME, DATABASE_NAMES
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.repair.conversion import DATABASE_NAMES
 from bkctl.spark.facts.facts_store import FactsStore, PartWriter, directory_name, list_path
 from bkctl.spark.facts.tables import TABLES, arrow_schema
 from bkctl.spark.jobs.bookie_records import replay_starts

@@ -41,9 +41,8 @@ from bkctl.formats.index import (
     read_location,
     read_location_key,
 )  # fmt: skip
-from bkctl.formats.names import ROCKSDB_NAMES
+from bkctl.formats.names import DATABASE_NAMES, ROCKSDB_NAMES
 from bkctl.ids import LedgerId
-from bkctl.repair.conversion import DATABASE_NAMES
 from bkctl.spark.sources.columns import LedgerColumns, damage_row, ledger_values, table_of, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of, ids_by_scope, mask_of_ledgers
 from bkctl.spark.sources.options import SourceOptions

@@ -30,7 +30,7 @@ from bkctl.errors import AlreadyExists, UsageError
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerState
-from bkctl.http.prometheus import parse_metrics
+from bkctl.http.bookie_load import parse_metrics
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.jobs import garbage
