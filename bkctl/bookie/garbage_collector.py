@@ -119,7 +119,8 @@ class GarbageCollectorThread:
 
         Raises OSError.
         """
-        self._storage.compact_locations(paths, lambda: not self._stopped.is_set())
+        for index in self._storage.indexes:
+            index.compact(paths, lambda: not self._stopped.is_set())
 
     @property
     def is_in_force_gc(self) -> bool:

@@ -12,7 +12,7 @@ from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unsupported
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.ledger.ledger_storage import NeedsDisk
+from bkctl.storage.ledger.ledger_handle import NeedsDisk
 
 log: Final = logging.getLogger("bkctl.bookie")
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import ReadRequest, Status, refusal
-from bkctl.storage.ledger.ledger_storage import LedgerHandle
+from bkctl.storage.ledger.ledger_handle import LedgerHandle
 
 LONG_POLL_MS_MAX: Final = 3_600_000
 #: Long polls of all clients that wait at once; the next ones are answered as if their time was over.

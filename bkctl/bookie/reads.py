@@ -35,7 +35,7 @@ from bkctl.protocol.messages import (
 )
 from bkctl.protocol.runs import ReadRun
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.ledger.ledger_storage import LedgerHandle, NeedsDisk
+from bkctl.storage.ledger.ledger_handle import LedgerHandle, NeedsDisk
 
 #: Threads that read entries.
 READ_THREADS: Final = 4

@@ -26,7 +26,7 @@ from bkctl.ids import LedgerId
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import AddRequest, ForceLedgerRequest, Request, Status, refusal, status_of
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.ledger.ledger_storage import NeedsDisk
+from bkctl.storage.ledger.ledger_handle import NeedsDisk
 
 T = TypeVar("T")
 

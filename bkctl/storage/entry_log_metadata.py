@@ -23,7 +23,8 @@ from bkctl.storage.sorted_ledgers import SizesByLedger
 def open_log(logger: EntryLogger, log_id: int, path: Path, storage: LedgerStorage[Any]) -> EntryLogReader:
     """Open a complete log, in which only the index tells a cut record's payload from records behind a damaged size."""
     reader, base = EntryLogReader.open(path), pack_location(log_id, RECORD_SIZE.size)
-    reader.is_indexed = lambda record: storage.live(logger, [(record.ledger, record.entry_id, base + record.offset)])[0]
+    live = storage.index_of(logger).live
+    reader.is_indexed = lambda record: live([(record.ledger, record.entry_id, base + record.offset)])[0]
     return reader
 
 

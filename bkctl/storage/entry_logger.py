@@ -1,7 +1,7 @@
 """EntryLogger: the writer of the entry logs of one id space.
 
-An entry is added to memory and has its location at once. One storage thread writes chunks of entries later, in order;
-checkpoints sync them. Garbage collection removes logs and writes compacted ones. Scope 0 has one EntryLogger over the
+An entry has its location once it is added. One storage thread writes chunks of entries later, in order; checkpoints
+sync them. Garbage collection removes logs and writes compacted ones. Scope 0 has one EntryLogger over the
 ledger directories' `current/`, all other scopes share another over `current/scoped/`.
 Source: DefaultEntryLogger, EntryLoggerAllocator; BP-35.
 """
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from bkctl.disk import DISK_FULL, NO_SPACE, Files, StorageFile
 from bkctl.formats import entry_log as formats
@@ -41,34 +41,25 @@ class Move(NamedTuple):
     new: int
 
 
-class LoggedLedger(Protocol):
-    """A ledger that `EntryLogger.add` gets entries of; `log_bytes` of them are in `log`."""
-
-    ledger: LedgerId
-    log: OpenLog | None
-    log_bytes: int
-
-
 class OpenLog:
     """The entry log that is being written. `position` is its end, entries in memory included."""
 
-    __slots__ = ("base", "file", "is_complete", "ledgers", "log_id", "path", "position", "totals")
+    __slots__ = ("base", "file", "is_complete", "log_id", "path", "position", "totals")
 
     def __init__(self, log_id: int, path: Path) -> None:
         self.log_id = log_id
         self.base = log_id << 32
         self.path = path
         self.position = formats.HEADER_SIZE
-        #: Bytes of each ledger in the log, size fields included; `ledgers` count theirs on their own.
+        #: Bytes of each ledger in the log, size fields included.
         self.totals: dict[LedgerId, int] = {}
-        self.ledgers: list[LoggedLedger] = []
         self.file: StorageFile | None = None
         self.is_complete = False
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Consecutive records of one log, on their way to the disk; `located` has the ones that `find` returns.
+    """Consecutive records of one log, on their way to the disk.
 
     `totals` is the ledgers map of a log that ends with the chunk, else None.
     """
@@ -77,15 +68,14 @@ class Chunk:
     start: int
     size: int
     records: list[bytes]
-    located: dict[int, bytes]
     totals: dict[LedgerId, int] | None
 
 
 class EntryLogger:
     """Writer of the entry logs in `directories`, which share one id space. Records are entries behind an int32 size.
 
-    Creating one finishes or rolls back an interrupted compaction (Apache's or ours). `add`, `add_all`, `seal`,
-    `stay_in` and `relocate` belong to one thread at a time; any thread may call the other methods, and `sync` while
+    Creating one finishes or rolls back an interrupted compaction (Apache's or ours). `add_all`, `seal`, `stay_in` and
+    `relocate` belong to one thread at a time; any thread may call the other methods, and `sync` while
     another thread writes. `preallocates`: the file of the next log is created together with the one that begins.
     """
 
@@ -109,7 +99,6 @@ class EntryLogger:
         self._next: OpenLog | None = None
         self._chunk_start = 0
         self._records: list[bytes] = []
-        self._recent: dict[int, bytes] = {}
         self._unwritten: tuple[Chunk, ...] = ()
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
@@ -181,24 +170,8 @@ class EntryLogger:
         """Return the bytes added that are not in a file yet."""
         return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
 
-    def add(self, ledger: LoggedLedger, records: Sequence[bytes], size: int) -> list[int]:
-        """Append entries of one ledger, `size` bytes, in memory; return their locations, at which `find` has them."""
-        locations: list[int] = []
-        while True:
-            log, added, added_size = self._append(records, size)
-            self._recent.update(zip(added, records, strict=False))
-            if ledger.log is not log:
-                ledger.log = log
-                ledger.log_bytes = 0
-                log.ledgers.append(ledger)
-            ledger.log_bytes += added_size
-            locations += added
-            if added_size == size:
-                return locations
-            records, size = records[len(added) :], size - added_size
-
     def add_all(self, ledger: LedgerId, records: Sequence[bytes]) -> list[int]:
-        """Append entries of one ledger; return their locations. The caller keeps them: `find` does not have them."""
+        """Append entries of one ledger; return their locations. Callers keep them readable until `write` is done."""
         locations: list[int] = []
         size = sum(map(len, records))
         while size:
@@ -266,12 +239,7 @@ class EntryLogger:
 
     def _close_log(self, log: OpenLog) -> None:
         """Seal the last chunk of `log` together with its ledgers map."""
-        totals = log.totals
-        for logged in log.ledgers:
-            totals[logged.ledger] = totals.get(logged.ledger, 0) + logged.log_bytes
-            logged.log = None
-        log.ledgers = []
-        self.seal(totals=totals)
+        self.seal(totals=log.totals)
         self._log = None
 
     def seal(self, totals: dict[LedgerId, int] | None = None) -> None:
@@ -279,10 +247,10 @@ class EntryLogger:
         log = self._log
         if log is None or (not self._records and totals is None):
             return
-        chunk = Chunk(log, self._chunk_start, self.buffered_bytes, self._records, self._recent, totals)
+        chunk = Chunk(log, self._chunk_start, self.buffered_bytes, self._records, totals)
         with self._lock:
             self._unwritten = (*self._unwritten, chunk)
-        self._records, self._recent, self._chunk_start = [], {}, log.position
+        self._records, self._chunk_start = [], log.position
 
     def write(self) -> None:
         """Write the sealed chunks to their files, unsynced. Raises OSError; the next call writes the rest."""
@@ -370,8 +338,6 @@ class EntryLogger:
             self.seal()
             stuck = [chunk for chunk in self._unwritten if chunk.log.path.parent == full]
             if self._log is not None and self._log.path.parent == full:
-                for logged in self._log.ledgers:
-                    logged.log = None
                 self._log = None
             if self._next is not None and self._next.path.parent == full:
                 following, self._next = self._next, None
@@ -382,7 +348,6 @@ class EntryLogger:
                 for record in chunk.records:
                     ledger, entry_id = _ids_of(body_of(record))
                     (new,) = self.add_all(ledger, (record,))
-                    self._recent[new] = record
                     moves.append(Move(ledger, entry_id, chunk.log.base | at, new))
                     at += len(record)
             moved(moves)
@@ -465,26 +430,6 @@ class EntryLogger:
                 log.file = None
                 with self._lock:
                     self._flushed.add(log.log_id)
-
-    def find(self, location: int) -> Buffer | None:
-        """Return the entry at `location` if it is still in memory."""
-        record = self._record_at(location)
-        return None if record is None else body_of(record)
-
-    def find_all(self, locations: Sequence[int]) -> list[bytes | None] | None:
-        """Return the record of the entry that `find` returns of each location; None if no entry is in memory."""
-        if not self._recent and not self._unwritten:
-            return None
-        return [self._record_at(location) for location in locations]
-
-    def _record_at(self, location: int) -> bytes | None:
-        record = self._recent.get(location)
-        if record is None:
-            for chunk in self._unwritten:
-                record = chunk.located.get(location)
-                if record is not None:
-                    break
-        return record
 
 
 class CompactionLog:

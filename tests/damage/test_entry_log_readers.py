@@ -31,7 +31,7 @@ from bkctl.spark.sources.records import EntryLogSource
 from bkctl.storage.compaction import EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import EntryLogger
-from bkctl.storage.ledger.ledger_storage import LedgerStorage
+from bkctl.storage.ledger.entry_reader import EntryReader
 
 PLAIN = (LedgerId(0, 1), LedgerId(0, 2**62))
 SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1))

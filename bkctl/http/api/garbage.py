@@ -155,6 +155,11 @@ def _collector(bookie: Bookie) -> GarbageCollectorThread:
     return bookie.garbage_collector
 
 
+def _compactions(bookie: Bookie) -> dict[str, bool]:
+    """Return the databases of entry locations by path, with True for one that is being compacted."""
+    return dict(each for index in bookie.storage.ledgers.indexes for each in index.compactions())
+
+
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/entry_location_compact",
     "The entry location databases of DbLedgerStorage, and whether each is being compacted.",
@@ -162,7 +167,7 @@ def _collector(bookie: Bookie) -> GarbageCollectorThread:
 )  # fmt: skip
 async def location_compactions(call: ApiCall) -> Response:
     """Return the databases' paths. Source: TriggerLocationCompactService."""
-    return json_answer(await call.service.bookie.ask(lambda bookie: bookie.storage.ledgers.location_compactions()))
+    return json_answer(await call.service.bookie.ask(_compactions))
 
 
 @ENDPOINTS.put(
@@ -179,7 +184,7 @@ async def compact_locations(call: ApiCall) -> Response:
         return text_answer("Not trigger Entry Location RocksDB compact.")
     bookie_id = call.service.bookie.bookie_id
     wanted = call.body.get("entryLocations", "").strip()
-    paths = await call.service.bookie.ask(lambda bookie: list(bookie.storage.ledgers.location_compactions()))
+    paths = list(await call.service.bookie.ask(_compactions))
     chosen = wanted.split(",") if wanted else paths
     if unknown := [path for path in chosen if path not in paths]:
         raise UsageError(

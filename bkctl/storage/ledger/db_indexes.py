@@ -36,7 +36,7 @@ from bkctl.formats.index import (
 from bkctl.formats.names import ROCKSDB_CURRENT
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.entry_logger import Move
-from bkctl.storage.ledger.ledger_storage import IsWanted, always
+from bkctl.storage.ledger.ledger_handle import IsWanted, always
 
 Database = TypeVar("Database", LedgersDatabase, LocationsDatabase)
 Result = TypeVar("Result")
