@@ -309,7 +309,7 @@ def test_next_entry_log_leaves_a_full_directory(tmp_path: Path, sealed: bool) ->
     assert [stored(storage, 1, entry_id) for entry_id in range(7)] == bodies, "from memory"
     storage.run_checkpoint()
     found = {log.stem: log.parent for each in logs for log in each.glob("*.log")}
-    in_logs = {INTERLEAVED: 6, SORTED: 3 if sealed else 0}[SETTINGS["ledger_storage_class"]]
+    in_logs = 3 if sealed else 0
     assert found == ({"0": logs[0], "1": logs[1]} if in_logs else {"0": logs[1]})
     if in_logs:
         with EntryLogReader.open(logs[0] / "0.log") as reader:

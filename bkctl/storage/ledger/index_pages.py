@@ -93,7 +93,8 @@ class IndexInMemPageMgr:
             handle.page_number = number
 
     def put(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
-        """Set the locations of entries of one page, ascending, for which it was prepared; in one thread at a time."""
+        """Set the locations of entries of one page, ascending, in one thread at a time. Raises what `prepare` does."""
+        self.prepare(handle, entry_ids[0])
         first, last, page = entry_ids[0], entry_ids[-1], handle.page
         start = handle.page_number * self._slots
         with self._lock:

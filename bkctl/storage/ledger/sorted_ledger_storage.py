@@ -193,8 +193,8 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def _write_logs(self) -> None:
         for logger in self.entry_loggers:
-            logger.seal()
             while True:
+                logger.seal()  # entries that left a full directory, too: the memtable is about to forget them
                 try:
                     logger.write()
                 except OSError as error:

@@ -419,7 +419,7 @@ def test_next_flush_completes_a_failed_one(tmp_path: Path, kind: str, path: str)
     assert storage.ledgers.unwritten_bytes == before
     if kind == "sync":
         with pytest.raises(OSError, match="not in the index yet"):
-            storage.ledgers.live(storage.ledgers.entry_loggers[0], [(PLAIN, 0, 1 << 32 | 1028)])
+            storage.ledgers.indexes[0].live([(PLAIN, 0, 1 << 32 | 1028)])
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 1, 2)
         assert entry_ids(storage, ledger) == [0, 1, 2]
@@ -542,7 +542,7 @@ def test_finds_neighbours_of_read_entries_in_the_page_cache(
     storage.run_checkpoint()
     handle = storage.get(ledger)
     assert isinstance(handle, DbLedgerHandle)
-    monkeypatch.setattr(handle.directory.locations, "cached_location", lambda *_: 0)
+    monkeypatch.setattr(handle.index.locations, "cached_location", lambda *_: 0)
     assert storage.find(handle, 20) is None
     storage.read(handle, 20)
     with storage_without_locations(handle):
@@ -653,7 +653,7 @@ def test_locations_looked_up_before_a_flush_are_not_cached(tmp_path: Path, monke
     storage.run_checkpoint()
     handle = storage.get(PLAIN)
     assert isinstance(handle, DbLedgerHandle)
-    handle.directory.discard_cached(PLAIN)
+    handle.index.discard_cached(PLAIN)
     digests = digests_of(PLAIN)
     copy = digests.seal(0, -1, 40, b"\1" * 20) + b"\1" * 20
     real = EntryLocationIndex.locations_of
@@ -762,6 +762,7 @@ def test_read_retries_when_compaction_moves_the_entry(tmp_path: Path, monkeypatc
         raise FileNotFoundError(errno.ENOENT, "No such file", "0.log")
 
     monkeypatch.setattr(directory.loggers[0], "read", gone)
+    monkeypatch.setattr(directory.loggers[0], "read_run", lambda *_, **options: [None])
     with pytest.raises(FileNotFoundError):
         storage.read_entry(PLAIN, 0)
     monkeypatch.undo()

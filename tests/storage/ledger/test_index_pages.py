@@ -34,22 +34,17 @@ def flush(persistence: IndexPersistenceMgr, pages: IndexInMemPageMgr) -> None:
     pages.finish(written=True)
 
 
-def put(pages: IndexInMemPageMgr, handle: IndexedHandle, entry_ids: list[int], locations: list[int]) -> None:
-    pages.prepare(handle, entry_ids[0])
-    pages.put(handle, entry_ids, locations)
-
-
 def test_move_by_another_handle_keeps_later_changes(tmp_path: Path) -> None:
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
-    put(pages, handle, [0], [100])
+    pages.put(handle, [0], [100])
     flush(persistence, pages)
     borrowed = persistence.load(LEDGER)
     assert borrowed is not None
-    put(pages, handle, [1], [101])
+    pages.put(handle, [1], [101])
     pages.move(borrowed, [Move(LEDGER, 0, 100, 200)])
     flush(persistence, pages)
-    put(pages, handle, [2], [102])
+    pages.put(handle, [2], [102])
     flush(persistence, pages)
     assert list(open_index(tmp_path)[0].read_page(LEDGER, 0))[:3] == [200, 101, 102]
 
@@ -57,12 +52,12 @@ def test_move_by_another_handle_keeps_later_changes(tmp_path: Path) -> None:
 def test_page_evicted_during_a_move_is_reread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
-    put(pages, handle, [0], [100])
+    pages.put(handle, [0], [100])
     flush(persistence, pages)
     borrowed = persistence.load(LEDGER)
     assert borrowed is not None
     for entry_id in range(1, 2 * SLOTS):
-        put(pages, handle, [entry_id], [100 + entry_id])
+        pages.put(handle, [entry_id], [100 + entry_id])
     flush(persistence, pages)
     load: Callable[[tuple[LedgerId, int]], array[int]] = pages._load
     evictions = 3
@@ -87,12 +82,12 @@ def test_page_changed_during_a_flush_counts_once(tmp_path: Path) -> None:
     _, pages = open_index(tmp_path)
     handles = [IndexedHandle(LedgerId(0, number), b"key", tmp_path / f"{number}.idx") for number in (1, 2)]
     for handle in handles:
-        put(pages, handle, [0], [100])
+        pages.put(handle, [0], [100])
     pages.take_changes()
     for handle in handles:
-        put(pages, handle, [1], [101])
+        pages.put(handle, [1], [101])
     assert not pages.is_full, "two of four pages"
-    put(pages, handles[0], [SLOTS], [102])
+    pages.put(handles[0], [SLOTS], [102])
     assert pages.is_full, "three of four"
     pages.finish(written=False)
     assert pages.is_full
@@ -106,7 +101,7 @@ def test_pages_are_padded_when_written(tmp_path: Path, entry_ids: list[int]) -> 
     persistence, pages = open_index(tmp_path)
     handle = persistence.create(LEDGER, b"key")
     locations = [100 + entry_id for entry_id in entry_ids]
-    put(pages, handle, entry_ids, locations)
+    pages.put(handle, entry_ids, locations)
     assert [pages.location(LEDGER, entry_id) for entry_id in range(SLOTS) if entry_id in entry_ids] == locations
     assert pages.location(LEDGER, SLOTS - 1) in (0, 100 + SLOTS - 1)
     flush(persistence, pages)
