@@ -119,7 +119,7 @@ class GarbageCollectorThread:
 
         Raises OSError.
         """
-        for index in self._storage.indexes:
+        for index in self._storage.location_indexes:
             index.compact(paths, lambda: not self._stopped.is_set())
 
     @property

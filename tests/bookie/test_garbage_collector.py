@@ -565,8 +565,8 @@ def test_a_forced_round_says_what_it_could_not_do(cluster: Cluster) -> None:
 def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:
     storage = Storage()
     calls: list[Callable[[], bool]] = []
-    index = SimpleNamespace(compact=lambda paths, is_wanted: calls.append(is_wanted), loggers=())
-    storage.indexes = [index]  # type: ignore[attr-defined]
+    index = SimpleNamespace(compact=lambda paths, is_wanted: calls.append(is_wanted))
+    storage.location_indexes = [index]  # type: ignore[attr-defined]
     bookie = Bookie(cluster, storage, entry_location_compaction_interval=1000)
     bookie.collector.run_round()
     assert not calls

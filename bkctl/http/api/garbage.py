@@ -157,7 +157,7 @@ def _collector(bookie: Bookie) -> GarbageCollectorThread:
 
 def _compactions(bookie: Bookie) -> dict[str, bool]:
     """Return the databases of entry locations by path, with True for one that is being compacted."""
-    return dict(each for index in bookie.storage.ledgers.indexes for each in index.compactions())
+    return dict(each for index in bookie.storage.ledgers.location_indexes for each in index.compactions())
 
 
 @ENDPOINTS.get(

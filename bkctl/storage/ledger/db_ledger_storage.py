@@ -23,7 +23,7 @@ import logging
 import threading
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -48,10 +48,7 @@ from bkctl.storage.ledger.read_cache import ReadCache
 ENTRY_OVERHEAD_BYTES: Final = 160
 #: A read that skips at most this many entries counts as sequential: with striping a bookie has only part of them.
 READ_ON_ENTRIES_MAX: Final = 16
-#: Locations are cached in pages of 1 << PAGE_BITS entries: look-ups of neighbours cost little more than of one.
-PAGE_BITS: Final = 4
-#: Locations that the cache of a directory holds, and entries behind a run whose locations are looked up with it.
-CACHED_LOCATIONS_MAX: Final = 1 << 20
+#: Entries behind a run whose locations are looked up with it.
 LOOK_AHEAD_ENTRIES: Final = 256
 #: A list of entries polls `is_wanted` at multiples of this entry id.
 _ASKED_AT_ENTRIES: Final = 1024
@@ -114,8 +111,6 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         self.locations = EntryLocationIndex(index_directory, config, files)
         count = len(config.ledger_directories)
         self.read_cache: ReadCache[Buffer] = ReadCache((config.db_storage_read_ahead_cache_max_size_mb << 20) // count)
-        #: By ledger and page number.
-        self._location_cache: ReadCache[array[int]] = ReadCache(CACHED_LOCATIONS_MAX)
         self._deleted: set[LedgerId] = set()
         #: Changes that no flush has written yet; several after a failed flush.
         self._unfinished: list[_Changes] = []
@@ -132,7 +127,7 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         self.loggers = self._open_loggers()
         try:
             for prefix in ("", "scoped-"):
-                self._check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
+                _check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
             self.metadata.open()
             self.locations.open()
             self._compare_databases(number, count)
@@ -144,15 +139,6 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         except BaseException:
             self.close()
             raise
-
-    def _check_pair(self, ledgers: Path, locations: Path) -> None:
-        """Raise Corrupt if one database is missing and the other has ledgers: both exist before one is used."""
-        has_ledgers, has_locations = ((path / "CURRENT").exists() for path in (ledgers, locations))
-        if has_ledgers != has_locations:
-            missing, kind = (locations, LedgersDatabase) if has_ledgers else (ledgers, LocationsDatabase)
-            with kind.open(ledgers if has_ledgers else locations) as database:
-                if next(database.ledger_ids(), None) is not None:
-                    raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")
 
     def _compare_databases(self, number: int, count: int) -> None:
         """Let the first flush delete entries of ledgers that are not here: leftovers of a deletion by Apache's bookie.
@@ -222,76 +208,13 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         if not handle.is_on_disk:
             return 0
         with contextlib.suppress(BkctlError):  # damage of a neighbour's location is none of this entry
-            return self._look_up(handle, (entry_id,), 0)[0]
+            return self.locations.look_up(handle, (entry_id,), 0)[0]
         return self.locations.location(handle.ledger, entry_id)
 
     def discard_cached(self, ledger: LedgerId) -> None:
         """Forget what reads of the ledger found, after a change of its locations."""
         self.read_cache.discard(ledger)
-        self._location_cache.discard(ledger)
-
-    def _cache_written(self, ledger: LedgerId, entry_ids: array[int], locations: array[int]) -> None:
-        """Cache the new locations of entries, ascending: who tails the ledger asks for them next."""
-        self.read_cache.discard(ledger)
-        cache = self._location_cache
-        discards = cache.discards
-        first, last = entry_ids[0], entry_ids[-1]
-        begin, end = first >> PAGE_BITS, (last >> PAGE_BITS) + 1
-        if last - first + 1 != len(entry_ids) or len(entry_ids) > CACHED_LOCATIONS_MAX // 2:
-            cache.discard(ledger)
-            return
-        before, after = cache.get(ledger, begin), cache.get(ledger, end - 1) or _NO_LOCATIONS
-        located = (before or _NO_LOCATIONS)[: first & _IN_PAGE] + locations + after[(last & _IN_PAGE) + 1 :]
-        pages = [
-            (number, located[at : at + _IN_PAGE + 1])
-            for number, at in zip(range(begin, end), range(0, len(located), _IN_PAGE + 1), strict=True)
-        ]
-        if before is None and first & _IN_PAGE:
-            del pages[0]  # the database has more of it
-        cache.replace(ledger, pages, discards)
-
-    def _cached_locations(self, handle: DbLedgerHandle, entry_ids: Sequence[int]) -> list[int]:
-        """Return the locations of entries outside the write cache; 0 for an entry whose location is not in memory."""
-        if not handle.is_on_disk:
-            return [0] * len(entry_ids)
-        locations: list[int] = []
-        ledger, get = handle.ledger, self._location_cache.get
-        page, last = None, -1
-        for entry_id in entry_ids:
-            number = entry_id >> PAGE_BITS
-            if number != last:
-                page, last = get(ledger, number), number
-            locations.append(0 if page is None else page[entry_id & _IN_PAGE])
-        return locations
-
-    def _look_up(self, handle: DbLedgerHandle, entry_ids: Sequence[int], ahead: int) -> list[int]:
-        """Return what `_cached_locations` returns, once pages that are missing, and `ahead` entries, are cached.
-
-        Raises Corrupt.
-        """
-        locations = self._cached_locations(handle, entry_ids)
-        if 0 not in locations or not handle.is_on_disk:
-            return locations
-        cache = self._location_cache
-        discards = cache.discards
-        end = min(max(entry_ids) + ahead, handle.last_entry)
-        numbers = {entry_id >> PAGE_BITS for entry_id in entry_ids}
-        numbers |= set(range(max(numbers) + 1, (end >> PAGE_BITS) + 1))
-        missing = sorted(number for number in numbers if cache.get(handle.ledger, number) is None)
-        if not missing:
-            return locations
-        wanted = array("q")
-        for number in missing:
-            wanted.extend(range(number << PAGE_BITS, number + 1 << PAGE_BITS))
-        found = self.locations.locations_of(handle.ledger, wanted)
-        pages = {number: found[at << PAGE_BITS : at + 1 << PAGE_BITS] for at, number in enumerate(missing)}
-        if not handle.deleted:
-            cache.put(handle.ledger, list(pages.items()), discards)
-        for at, entry_id in enumerate(entry_ids):
-            page = pages.get(entry_id >> PAGE_BITS)
-            if page is not None:
-                locations[at] = page[entry_id & _IN_PAGE]
-        return locations
+        self.locations.cache.discard(ledger)
 
     def find(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
         ledger = handle.ledger
@@ -302,7 +225,7 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         if not missing:
             return found
         unread = entry_ids if len(missing) == len(entry_ids) else [entry_ids[number] for number in missing]
-        locations = self._cached_locations(handle, unread)
+        locations = self.locations.cached(handle, unread)
         if len(unread) == 1 and not locations[0] and handle.is_on_disk:
             with contextlib.suppress(BkctlError):  # the thread that looks it up raises it
                 locations = [self.locations.cached_location(ledger, unread[0])]
@@ -319,12 +242,6 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
             fill(found, missing, self._read_run(handle, [entry_ids[number] for number in missing], size_max))
         return found
 
-    def compact(self, paths: Collection[str], is_wanted: IsWanted) -> None:
-        self.locations.compact(paths, is_wanted)
-
-    def compactions(self) -> list[tuple[str, bool]]:
-        return self.locations.compactions()
-
     def count_from_table(self, count: int) -> None:
         self.read_cache.note(write_cache_hits=count)
 
@@ -332,7 +249,7 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         ledger = handle.ledger
         logger = self.logger_of(ledger)
         try:
-            locations = self._look_up(handle, entry_ids, LOOK_AHEAD_ENTRIES)
+            locations = self.locations.look_up(handle, entry_ids, LOOK_AHEAD_ENTRIES)
         except BkctlError:
             return [None] * len(entry_ids)
         read = logger.read_run(ledger, entry_ids, locations, size_max)
@@ -413,20 +330,17 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
     def flush(self) -> None:
         """Write the taken changes, in the order that a crash at any moment needs. Raises OSError."""
         with self._flush_lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        for changes in self._unfinished:
-            if changes.located is None:
-                changes.located = self._append(changes)
-        for logger in self.loggers:
-            logger.seal()
-            logger.write()
-            logger.sync()
-        for changes in self._unfinished:
-            if not changes.is_written:
-                self._write_indexes(changes)
-                changes.is_written = True
+            for changes in self._unfinished:
+                if changes.located is None:
+                    changes.located = self._append(changes)
+            for logger in self.loggers:
+                logger.seal()
+                logger.write()
+                logger.sync()
+            for changes in self._unfinished:
+                if not changes.is_written:
+                    self._write_indexes(changes)
+                    changes.is_written = True
 
     def _append(self, changes: _Changes) -> dict[bool, _Locations]:
         """Add the entries to the entry loggers, ledger by ledger, and write most of them while caches have them."""
@@ -461,10 +375,8 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
             self.locations.write(located.runs, located.entry_ids, located.locations, deleted, scoped=scoped)
             for ledger in deleted:
                 self.discard_cached(ledger)
-            end = 0
-            for ledger, count in located.runs:
-                begin, end = end, end + count
-                self._cache_written(ledger, located.entry_ids[begin:end], located.locations[begin:end])
+            for ledger, _ in located.runs:
+                self.read_cache.discard(ledger)
         headers = {ledger: data for ledger, (handle, data) in changes.headers.items() if not handle.deleted}
         self.metadata.write(headers, changes.deleted)
 
@@ -512,6 +424,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         for directory in self.directories:
             directory.needs_integrity_check = self.needs_integrity_check
         self.indexes = self.directories
+        self.location_indexes = [directory.locations for directory in self.directories]
         self._warn_of_misplaced()
 
     def _warn_of_misplaced(self) -> None:
@@ -585,10 +498,6 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
                 self.table.drop(snapshot)
 
 
-_IN_PAGE: Final = (1 << PAGE_BITS) - 1
-_NO_LOCATIONS: Final = array("q", bytes(8 << PAGE_BITS))
-
-
 def _data_of(handle: DbLedgerHandle) -> LedgerData:
     return LedgerData(
         exists=True,
@@ -597,3 +506,13 @@ def _data_of(handle: DbLedgerHandle) -> LedgerData:
         explicit_lac=handle.explicit_lac or None,
         limbo=handle.limbo,
     )
+
+
+def _check_pair(ledgers: Path, locations: Path) -> None:
+    """Raise Corrupt if one database is missing and the other has ledgers: both exist before one is used."""
+    has_ledgers, has_locations = ((path / "CURRENT").exists() for path in (ledgers, locations))
+    if has_ledgers != has_locations:
+        missing, kind = (locations, LedgersDatabase) if has_ledgers else (ledgers, LocationsDatabase)
+        with kind.open(ledgers if has_ledgers else locations) as database:
+            if next(database.ledger_ids(), None) is not None:
+                raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")

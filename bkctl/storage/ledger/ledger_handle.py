@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
 from typing import Any, Final, Generic, TypeAlias, TypeVar
@@ -152,17 +152,6 @@ class EntryIndex(ABC, Generic[Handle]):
     @abstractmethod
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         """Return of each (ledger, entry id, location) if the index has it (G). Raises OSError, Corrupt."""
-
-    def compact(self, paths: Collection[str], is_wanted: IsWanted) -> None:
-        """Compact the databases at `paths`, all without `paths`, if the index is in databases, while `is_wanted`.
-
-        `LedgerStorage.close` waits for its end. Raises OSError.
-        """
-        return
-
-    def compactions(self) -> list[tuple[str, bool]]:
-        """Return the paths of the databases, with True for one that is being compacted."""
-        return []
 
     def count_from_table(self, count: int) -> None:
         """Count entries that were read from the memtable."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Generic
+from typing import TYPE_CHECKING, Any, Final, Generic
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
@@ -23,6 +23,9 @@ from bkctl.storage.entry_logger import EntryLogger
 from bkctl.storage.ledger.entry_mem_table import ENTRY_OVERHEAD_BYTES, EntryMemTable
 from bkctl.storage.ledger.entry_reader import EntryReader
 from bkctl.storage.ledger.ledger_handle import EntryIndex, Handle
+
+if TYPE_CHECKING:
+    from bkctl.storage.ledger.db_indexes import EntryLocationIndex
 
 #: Entry log bytes in memory before they are written (unsynced).
 CHUNK_SIZE_BYTES: Final = 1 << 20
@@ -48,6 +51,8 @@ class LedgerStorage(ABC, Generic[Handle]):
     unwritten: frozenset[LedgerId] = frozenset()
     #: One for all ledger directories, or one a directory; after `open`.
     indexes: Sequence[EntryIndex[Handle]] = ()
+    #: Databases of locations that can be compacted; `close` waits for the end of a compaction.
+    location_indexes: Sequence[EntryLocationIndex] = ()
 
     def __init__(self, config: BookieConfig, files: Files, *, overhead_bytes: int = ENTRY_OVERHEAD_BYTES) -> None:
         self.config, self.files = config, files

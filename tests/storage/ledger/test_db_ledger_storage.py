@@ -78,7 +78,9 @@ def storage_without_locations(handle: DbLedgerHandle) -> Iterator[None]:
     """Let every look-up in the locations of the ledger's directory fail the test: RocksDB has nothing in memory."""
     directory = handle.index
     locations = directory.locations
-    directory.locations = SimpleNamespace(cached_location=lambda *_: 0)  # type: ignore[assignment]
+    directory.locations = SimpleNamespace(  # type: ignore[assignment]
+        cached_location=lambda *_: 0, cached=locations.cached, cache=locations.cache
+    )
     yield
     directory.locations = locations
 
@@ -779,7 +781,7 @@ def test_compacts_location_databases_on_request(tmp_path: Path) -> None:
     storage.run_checkpoint()
     current = tmp_path / "ledgers-0" / "current"
     plain, scoped = current / "locations", current / "scoped-locations"
-    (index,) = storage.ledgers.indexes
+    (index,) = storage.ledgers.location_indexes
     assert index.compactions() == [(str(plain), False), (str(scoped), False)]
 
     def size() -> int:
@@ -807,9 +809,9 @@ def test_compaction_of_locations_ends_early_and_close_waits_for_it(tmp_path: Pat
 
     with ThreadPoolExecutor(2) as threads:
         try:
-            compaction = threads.submit(storage.ledgers.indexes[0].compact, (), is_wanted)
+            compaction = threads.submit(storage.ledgers.location_indexes[0].compact, (), is_wanted)
             assert is_asked.wait(LIMIT_S)
-            assert any(is_running for _, is_running in storage.ledgers.indexes[0].compactions())
+            assert any(is_running for _, is_running in storage.ledgers.location_indexes[0].compactions())
             closing = threads.submit(storage.close)
             with pytest.raises(TimeoutError):
                 closing.result(0.1)
