@@ -217,18 +217,7 @@ class EntryFetcher:
                 self._run_in_thread(handle, rest, respond)
 
         read = functools.partial(self._read_run, handle, reads.entry_ids, reads_lac)
-        return self._begin(lambda: read, done)
-
-    def _begin(
-        self,
-        prepare: Callable[[], Callable[[], Any]],
-        done: Callable[[asyncio.Future[Any]], None],
-        threads: ThreadPoolExecutor | None = None,
-    ) -> asyncio.Future[Any]:
-        """Have a thread read what `prepare` returns, and `done` called; the future has the error if none can begin."""
-        future = run_in_threads(threads or self._threads, prepare)
-        future.add_done_callback(done)
-        return future
+        return run_in_threads(self._threads, lambda: read, done)
 
     def _read_run(
         self, handle: LedgerHandle, entry_ids: Sequence[int], reads_lac: bool
@@ -294,7 +283,7 @@ class EntryFetcher:
             else:
                 self._requests.refuse(request, respond, error)
 
-        if not respond.read(functools.partial(self._begin, prepare, done, threads)):
+        if not respond.read(functools.partial(run_in_threads, threads or self._threads, prepare, done)):
             respond(refusal(request, Status.ETOOMANYREQUESTS))
 
 

@@ -50,18 +50,21 @@ Waiter: TypeAlias = Callable[[BaseException | None], None]
 Handler: TypeAlias = Callable[[Any, Responder], None]
 
 
-def run_in_threads(threads: ThreadPoolExecutor, prepare: Callable[[], Callable[[], T]]) -> asyncio.Future[T]:
-    """Return the future of what `prepare` returns, called in one of `threads`.
+def run_in_threads(
+    threads: ThreadPoolExecutor, prepare: Callable[[], Callable[[], T]], done: Callable[[asyncio.Future[T]], None]
+) -> asyncio.Future[T]:
+    """Have one of `threads` call what `prepare` returns, and `done` called with the future, which is returned.
 
     The future has the error if `prepare` raises, and RuntimeError if no thread can be started.
     """
     loop = asyncio.get_running_loop()
     try:
-        return loop.run_in_executor(threads, prepare())
+        future = loop.run_in_executor(threads, prepare())
     except Exception as error:  # noqa: BLE001 - the future has it
-        future: asyncio.Future[T] = loop.create_future()
+        future = loop.create_future()
         future.set_exception(error)
-        return future
+    future.add_done_callback(done)
+    return future
 
 
 class UnreadableLedgers:
@@ -122,8 +125,7 @@ class WaitingRequests:
             waiting.append(waiter)
             return
         self.by_ledger[need.ledger] = [waiter]
-        future = run_in_threads(self._openers, lambda: need.read)
-        future.add_done_callback(functools.partial(self._call_waiters, need.ledger))
+        run_in_threads(self._openers, lambda: need.read, functools.partial(self._call_waiters, need.ledger))
 
     def _call_waiters(self, ledger: LedgerId, future: asyncio.Future[Any]) -> None:
         """Call the waiters of `ledger` in order. One of them may wait again: the rest then waits behind it."""

@@ -66,7 +66,6 @@ class Chunk:
 
     log: OpenLog
     start: int
-    size: int
     records: list[bytes]
     totals: dict[LedgerId, int] | None
 
@@ -165,11 +164,6 @@ class EntryLogger:
         """Return the bytes added that no chunk holds yet."""
         return 0 if self._log is None else self._log.position - self._chunk_start
 
-    @property
-    def unwritten_bytes(self) -> int:
-        """Return the bytes added that are not in a file yet."""
-        return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
-
     def add_all(self, ledger: LedgerId, records: Sequence[bytes]) -> list[int]:
         """Append entries of one ledger; return their locations. Callers keep them readable until `write` is done."""
         locations: list[int] = []
@@ -247,7 +241,7 @@ class EntryLogger:
         log = self._log
         if log is None or (not self._records and totals is None):
             return
-        chunk = Chunk(log, self._chunk_start, self.buffered_bytes, self._records, totals)
+        chunk = Chunk(log, self._chunk_start, self._records, totals)
         with self._lock:
             self._unwritten = (*self._unwritten, chunk)
         self._records, self._chunk_start = [], log.position
@@ -392,19 +386,16 @@ class EntryLogger:
                 with suppress(OSError):
                     self._files.remove(path)
                 raise
-        return CompactionLog(self, log_id, file)
+        return CompactionLog(self, self._files, log_id, file)
 
-    def _take_compacted(self, log_id: int, path: Path) -> None:
+    def take_compacted(self, log_id: int, path: Path) -> None:
+        """Give a finished log of a compaction its name, durably: it counts from now on. Raises OSError."""
         final = path.with_name(formats.file_name(log_id))
         self._files.rename(path, final)
         self._files.sync_directory(final.parent)
         with self._lock:
             self._paths[log_id] = final
             self._flushed.add(log_id)
-
-    def _drop_compacting(self, path: Path) -> None:
-        self._files.remove(path)
-        self._files.sync_directory(path.parent)
 
     def sync(self) -> None:
         """Return when everything written so far is on disk. Raises OSError, then again on each call: stop the bookie.
@@ -438,10 +429,9 @@ class CompactionLog:
     Source: DefaultEntryLogger.EntryLoggerCompactionEntryLog.
     """
 
-    def __init__(self, logger: EntryLogger, log_id: int, file: StorageFile) -> None:
+    def __init__(self, logger: EntryLogger, files: Files, log_id: int, file: StorageFile) -> None:
         self.log_id = log_id
-        self._logger = logger
-        self._file = file
+        self._logger, self._files, self._file = logger, files, file
         self._written = self._position = formats.HEADER_SIZE
         self._records: list[bytes] = []
         self._totals: dict[LedgerId, int] = {}
@@ -472,11 +462,12 @@ class CompactionLog:
         self._file.write(self._written, list(formats.write_ledgers_map(self._totals, version)))
         self._file.write(0, (formats.write_header(version, self._written, len(self._totals)),))
         self._file.sync()
-        self._logger._take_compacted(self.log_id, self._file.path)
+        self._logger.take_compacted(self.log_id, self._file.path)
 
     def abort(self) -> None:
         """Remove the log; nothing may point into it. Raises OSError."""
-        self._logger._drop_compacting(self._file.path)
+        self._files.remove(self._file.path)
+        self._files.sync_directory(self._file.path.parent)
 
 
 def _ids_of(body: Buffer) -> tuple[LedgerId, int]:
