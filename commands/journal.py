@@ -36,7 +36,7 @@ from .kit.values import tap
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
     from bkctl.files.journal_check import JournalCheck
-    from bkctl.files.journal_statistics import JournalStatistics
+    from bkctl.files.journals import JournalStatistics
     from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
 
@@ -386,7 +386,7 @@ def stats(
 
 
 def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[JournalStatistics]:
-    from bkctl.files.journal_statistics import journal_statistics
+    from bkctl.files.journals import journal_statistics
 
     for path in files:
         found = journal_statistics(path)

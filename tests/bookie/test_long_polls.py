@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from bkctl.bookie.long_polls import LongPoll, LongPolls
+from bkctl.bookie.reads import LongPoll, LongPolls
 from bkctl.ids import LedgerId
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import LAST_ENTRY, ReadRequest

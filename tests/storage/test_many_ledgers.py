@@ -15,9 +15,8 @@ from bkctl.config import BookieConfig
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
+from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap, SizesByLedger, SortedLedgers
 from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
-from bkctl.storage.sorted_ledgers import SizesByLedger, SortedLedgers
 
 LEDGERS = [*(LedgerId(0, number) for number in range(1, 41)), *(LedgerId(scope, 3) for scope in range(1, 21))]
 LIMIT = 8

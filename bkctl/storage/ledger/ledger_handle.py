@@ -137,9 +137,7 @@ class EntryIndex(ABC, Generic[Handle]):
 
     def read_at(self, handle: Handle, entry_id: int, location: int) -> Buffer:
         """Return the entry at `location`. Raises OSError, Corrupt (something else is there)."""
-        body = self.logger_of(handle.ledger).read(location, handle.ledger, entry_id)
-        assert body is not None
-        return body
+        return self.logger_of(handle.ledger).read(location, handle.ledger, entry_id)
 
     @abstractmethod
     def entry_ids(self, handle: Handle, is_wanted: IsWanted) -> Callable[[], Iterator[int]]:
