@@ -42,6 +42,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.storage.ledger.factory import open_ledger_storage
+from bkctl.storage.ledger.ledger_storage import run_flush
 
 ENTRIES = 3
 PAYLOAD = bytes(100)
@@ -102,17 +103,17 @@ def make(bookie: OwnBookie, uri: str, shape: str, count: int) -> None:
     storage.open()
     for entry_id in range(ENTRIES):
         for number, ledger in enumerate(ledgers, 1):
-            handle = storage.get(ledger)
+            handle = storage.handles.get(ledger)
             if handle is None:
                 handle = storage.load(ledger)
                 storage.create(handle, key)
             digests = DigestManager(ledger, DigestType.CRC32C, PASSWORD)
             body = digests.seal(entry_id, entry_id - 1, (entry_id + 1) * len(PAYLOAD), PAYLOAD) + PAYLOAD
             record = record_of(body)
-            storage.add(handle, [entry_id], [record], len(record))
+            storage.table.add(handle, [entry_id], [record], len(record))
             if number % BATCH == 0:
-                storage.run_flush()
-        storage.run_flush()
+                run_flush(storage)
+        run_flush(storage)
     storage.close()
 
 

@@ -35,7 +35,7 @@ from .kit.values import tap
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
-    from bkctl.files.journal_statistics import JournalStatistics
+    from bkctl.files.journals import JournalStatistics
     from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
 
@@ -349,7 +349,7 @@ def stats(
     5 on). `created` is the time in a directory's first journal id; later ids count up from it. Records before damage
     count, then the damage is reported (exit code 7).
     """
-    from bkctl.files.journal_statistics import journal_statistics
+    from bkctl.files.journals import journal_statistics
 
     _, _, files = _journals(run, names, directories)
     errors: list[BkctlError] = []

@@ -162,15 +162,10 @@ def test_commands_spark_and_replication_use_public_names_only(path: Path) -> Non
 CLASS_LINES_MAX, CLASS_METHODS_MAX = 400, 25
 #: Classes over these limits.
 LARGE_CLASSES = {
-    "DbLedgerStorage": "the interface of LedgerStorage for several directories: most methods choose one and call it",
     "EntryLogger": "readers, writers and the removal of entry logs share the open files and their lock",
     "IndexInMemPageMgr": "Java's class of this name, method by method",
     "IndexPersistenceMgr": "Java's class of this name, method by method",
-    "InterleavedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "JournalReader": "replay, verification and search read records by the same state",
-    "LedgerStorage": "the interface of storage classes",
-    "SingleDirectoryDbLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
-    "SortedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
 }
 
 

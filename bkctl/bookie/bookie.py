@@ -21,7 +21,6 @@ from bkctl.bookie.compaction_schedule import check_compaction_settings
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
 from bkctl.bookie.disk_space import DiskSpaceMonitor
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
-from bkctl.bookie.ledger_deletion import LedgerDeleter
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
     advertised_host,
@@ -35,6 +34,7 @@ from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.request_processor import RequestProcessor
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.stopping import StopDeadline
+from bkctl.bookie.waiting_requests import LedgerDeleter
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
 from bkctl.errors import BkctlError, TimedOut, UsageError

@@ -195,16 +195,8 @@ class CommitDispatcher:
             log.warning("Journal %s: %s", journal.directory, error)
 
     def storage_failed(self, error: OSError) -> None:
-        """Go to another ledger directory, wait for space, or give up, after ledger storage could not be written."""
-        if error.errno in NO_SPACE and self._storage.ledgers.leave_full_disk():
-            log.warning(
-                "%s accepts no more writes (%s): its entries go to another ledger directory",
-                error.filename or "A disk",
-                error.strerror,
-            )
-            if not self.checkpoints.is_running:
-                self.write_entries_soon()
-        elif error.errno in NO_SPACE:
+        """Wait for space, or give up, after ledger storage could not be written."""
+        if error.errno in NO_SPACE:
             self._space.run_out(f"Ledger storage cannot grow ({error})")
         else:
             self._state.fail(BkctlError(f"Ledger storage of bookie {self._state.bookie_id} failed: {error}"))

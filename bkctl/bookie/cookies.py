@@ -71,14 +71,16 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
 
 
 def _compare(config: BookieConfig, cookie: Cookie, other: Cookie, what: str) -> None:
-    differences, hint = cookie.differences(other, allow_expansion=config.allow_storage_expansion), _HINT
-    if not differences and config.ledger_storage == "db" and (changes := cookie.differences(other)):
+    changes = list(cookie.differences(other))
+    allowed = config.allow_storage_expansion
+    differences, hint = [str(change) for change in changes if not (allowed and change.is_expansion)], _HINT
+    if changes and not differences and config.ledger_storage == "db":
         from bkctl.storage.ledger.factory import database_in_use
 
         database = database_in_use(Path(directory) / CURRENT for directory in config.index_or_ledger_directories)
         if database is not None:
             # A ledger's directory is its id modulo their number: Apache's bookie starts, and does not find its ledgers.
-            differences, hint = [*changes, f"{database} has ledgers"], _DB_HINT
+            differences, hint = [*map(str, changes), f"{database} has ledgers"], _DB_HINT
     if differences:
         raise CookieMismatch(f"{what} does not fit this bookie: {'; '.join(differences)}", hint=hint)
 
@@ -191,7 +193,9 @@ def verify(
         elif found is None:
             yield CookieFinding(place, "cookie", "a cookie", None, _missing(place, stored, known))
         else:
-            yield from _differences(place, expected, found)
+            for name, _, mine, theirs in expected.differences(found):
+                meaning = _MEANINGS.get(name) or _directories_meaning(mine, theirs)
+                yield CookieFinding(place, name, ",".join(mine) or None, ",".join(theirs) or None, meaning)
 
 
 def _missing(place: str, stored: Cookie | BkctlError | None, known: set[str]) -> str:
@@ -202,23 +206,6 @@ def _missing(place: str, stored: Cookie | BkctlError | None, known: set[str]) ->
     if place in known:
         return "its data is lost, or its disk is not mounted"
     return "not a directory of the bookie, or a new one: 'bkctl cookie expand' adds the new ones of --conf"
-
-
-def _differences(place: str, expected: Cookie, found: Cookie) -> Iterator[CookieFinding]:
-    for name, mine, theirs in (
-        ("bookieId", expected.bookie_id, found.bookie_id),
-        ("journalDirs", ",".join(expected.journal_dirs), ",".join(found.journal_dirs)),
-    ):
-        if mine != theirs:
-            yield CookieFinding(place, name, mine, theirs, _MEANINGS[name])
-    for name, dirs, there in (
-        ("ledgerDirs", expected.ledger_dirs, found.ledger_dirs),
-        ("indexDirs", expected.index_dirs or expected.ledger_dirs, found.index_dirs or found.ledger_dirs),
-    ):
-        if dirs != there:
-            yield CookieFinding(place, name, ",".join(dirs), ",".join(there), _directories_meaning(dirs, there))
-    if expected.instance_id != found.instance_id:
-        yield CookieFinding(place, "instanceId", expected.instance_id, found.instance_id, _MEANINGS["instanceId"])
 
 
 def _directories_meaning(dirs: Sequence[str], there: Sequence[str]) -> str:

@@ -174,8 +174,7 @@ class DiskSpaceMonitor:
 
     def _apply(self, disks: DiskState) -> None:
         state = self._state
-        self._storage.set_writable(disks.writable)
-        self._storage.ledgers.set_index_writable(disks.index_writable)
+        self._storage.ledgers.set_writable(disks.writable, disks.index_writable)
         state.has_room_for_recovery = disks.allows_high_priority
         state.disks_full = disks.full
         if self.disks_are is not None:

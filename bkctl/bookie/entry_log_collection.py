@@ -1,6 +1,6 @@
 """Collection of entry logs: those without a ledger of the bookie are removed, those with much garbage are compacted.
 
-A ledger that is not in the index may still be alive, because the index may be lost: see `unindexed_ledgers`.
+A ledger that is not in the index may still be alive, because the index may be lost: see UnindexedLedgers.
 Source: GarbageCollectorThread.doGcEntryLogs, doCompactEntryLogs.
 """
 
@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from bkctl.bookie.checkpoints import NoSpaceForCheckpoint
-from bkctl.bookie.collector_metadata import CollectorMetadata
+from bkctl.bookie.collector_metadata import CollectorMetadata, UnindexedLedgers
 from bkctl.bookie.collector_stats import USAGE_BUCKETS
 from bkctl.bookie.compaction_schedule import CompactionSettings
-from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError
 from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler, UnreadableEntryLog
-from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
+from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap, SortedLedgers
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
-from bkctl.storage.sorted_ledgers import SortedLedgers
 
 log: Final = logging.getLogger("bkctl.bookie")
 

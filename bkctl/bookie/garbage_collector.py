@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from bkctl.bookie.collector_metadata import CollectorMetadata
+from bkctl.bookie.collector_metadata import CollectorMetadata, UnindexedLedgers
 from bkctl.bookie.collector_stats import GarbageCollectionStatus, GarbageCollectorStats
 from bkctl.bookie.compaction_schedule import MAJOR, MINOR, CompactionSchedule, ForcedRound
 from bkctl.bookie.entry_log_collection import EntryLogCollector
 from bkctl.bookie.scan_and_compare import ScanAndCompareGarbageCollector
-from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError
@@ -119,7 +118,8 @@ class GarbageCollectorThread:
 
         Raises OSError.
         """
-        self._storage.compact_locations(paths, lambda: not self._stopped.is_set())
+        for index in self._storage.location_indexes:
+            index.compact(paths, lambda: not self._stopped.is_set())
 
     @property
     def is_in_force_gc(self) -> bool:

@@ -38,7 +38,7 @@ from bkctl.protocol.messages import (
 )
 from bkctl.protocol.runs import AddRun, AnswerAdds
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.ledger.ledger_storage import NeedsDisk
+from bkctl.storage.ledger.ledger_handle import NeedsDisk
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from bkctl.protocol.messages import (
 from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
 from bkctl.protocol.server import BookieServer
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.ledger.ledger_storage import NeedsDisk
+from bkctl.storage.ledger.ledger_handle import NeedsDisk
 
 
 class RequestProcessor:

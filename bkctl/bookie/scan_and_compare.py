@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bkctl.bookie.collector_metadata import CollectorMetadata, shown
-from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
+from bkctl.bookie.collector_metadata import CollectorMetadata, UnindexedLedgers, shown
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unsupported
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.model import LedgerLiveness
+from bkctl.storage.entry_log_metadata import SortedLedgers
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
-from bkctl.storage.sorted_ledgers import SortedLedgers
 
 log: Final = logging.getLogger("bkctl.bookie")
 

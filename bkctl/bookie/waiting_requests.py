@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar
@@ -21,12 +21,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import NO_SPACE
-from bkctl.errors import BkctlError, Corrupt
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unsupported
 from bkctl.ids import LedgerId
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import AddRequest, ForceLedgerRequest, Request, Status, refusal, status_of
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.ledger.ledger_storage import NeedsDisk
+from bkctl.storage.ledger.ledger_handle import NeedsDisk
 
 T = TypeVar("T")
 
@@ -50,18 +50,21 @@ Waiter: TypeAlias = Callable[[BaseException | None], None]
 Handler: TypeAlias = Callable[[Any, Responder], None]
 
 
-def run_in_threads(threads: ThreadPoolExecutor, prepare: Callable[[], Callable[[], T]]) -> asyncio.Future[T]:
-    """Return the future of what `prepare` returns, called in one of `threads`.
+def run_in_threads(
+    threads: ThreadPoolExecutor, prepare: Callable[[], Callable[[], T]], done: Callable[[asyncio.Future[T]], None]
+) -> asyncio.Future[T]:
+    """Have one of `threads` call what `prepare` returns, and `done` called with the future, which is returned.
 
     The future has the error if `prepare` raises, and RuntimeError if no thread can be started.
     """
     loop = asyncio.get_running_loop()
     try:
-        return loop.run_in_executor(threads, prepare())
+        future = loop.run_in_executor(threads, prepare())
     except Exception as error:  # noqa: BLE001 - the future has it
-        future: asyncio.Future[T] = loop.create_future()
+        future = loop.create_future()
         future.set_exception(error)
-        return future
+    future.add_done_callback(done)
+    return future
 
 
 class UnreadableLedgers:
@@ -122,8 +125,7 @@ class WaitingRequests:
             waiting.append(waiter)
             return
         self.by_ledger[need.ledger] = [waiter]
-        future = run_in_threads(self._openers, lambda: need.read)
-        future.add_done_callback(functools.partial(self._call_waiters, need.ledger))
+        run_in_threads(self._openers, lambda: need.read, functools.partial(self._call_waiters, need.ledger))
 
     def _call_waiters(self, ledger: LedgerId, future: asyncio.Future[Any]) -> None:
         """Call the waiters of `ledger` in order. One of them may wait again: the rest then waits behind it."""
@@ -208,3 +210,62 @@ class WaitingRequests:
             self._refused_s = time.monotonic()
             log.warning("Refused a request, %s: %s. More such refusals are not logged for a minute", name, error)
         return status
+
+
+class LedgerDeleter:
+    """Deletes ledgers in the event loop that it was created in, each behind the requests that wait for it."""
+
+    def __init__(self, storage: BookieStorage, state: BookieStateManager, requests: WaitingRequests) -> None:
+        self._storage = storage
+        self._state = state
+        self._requests = requests
+        self._loop = asyncio.get_running_loop()
+
+    def delete_from_thread(self, ledgers: Sequence[LedgerId]) -> int:
+        """Run `delete_all` from another thread than the event loop's."""
+        return asyncio.run_coroutine_threadsafe(self.delete_all(ledgers), self._loop).result()
+
+    async def delete_all(self, ledgers: Sequence[LedgerId]) -> int:
+        """Delete ledgers, one a turn of the loop; return how many there were.
+
+        A checkpoint may be under way: on a busy bookie one begins as soon as another ends. Raises the error that made
+        the bookie give up.
+        """
+        count = 0
+        for ledger in ledgers:
+            if self._state.failure is not None:
+                raise self._state.failure
+            try:
+                await self.delete(ledger)
+                count += 1
+            except LedgerNotFound:
+                pass
+            except (OSError, BkctlError) as error:
+                log.warning("Ledger %s cannot be deleted: %s", ledger, error)
+            await asyncio.sleep(0)
+        return count
+
+    def delete(self, ledger: LedgerId) -> asyncio.Future[None]:
+        """Delete a ledger; the future raises LedgerNotFound, OSError or BkctlError."""
+        deleted: asyncio.Future[None] = self._loop.create_future()
+
+        def delete(error: BaseException | None = None) -> None:
+            is_damaged = isinstance(error, Corrupt | Unsupported)
+            try:
+                if error is not None and not is_damaged:
+                    raise error
+                self._storage.delete_ledger(ledger, is_damaged=is_damaged)
+            except NeedsDisk as need:
+                self._requests.once_read(need, delete)
+            except Exception as failure:  # noqa: BLE001 - raised by the future
+                deleted.set_exception(failure)
+            else:
+                self._requests.unreadable.discard(ledger)
+                deleted.set_result(None)
+
+        waiting = self._requests.by_ledger.get(ledger)
+        if waiting is not None:
+            waiting.append(delete)
+        else:
+            delete()
+        return deleted

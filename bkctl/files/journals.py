@@ -5,17 +5,22 @@ Source: Journal, LastMarkCommand, BookieImpl.readJournal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.files.directories import BookieDirectories, BookieFile, current_of
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of, describe
 from bkctl.files.journal import JournalReader
+from bkctl.files.scan import RecordBatch
 from bkctl.files.status import read_small
-from bkctl.formats.journal import LogMark, journal_id_of
+from bkctl.formats.journal import VERSION_PADDING, LogMark, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
+from bkctl.formats.record import RecordType
+from bkctl.ids import LedgerId
 
 
 class JournalSummary(NamedTuple):
@@ -132,3 +137,125 @@ def journal_indexes(directories: BookieDirectories) -> dict[Path, int]:
                 if named in currents:
                     found[named] = index
     return found
+
+
+@dataclass
+class JournalStatistics:
+    """The composition of a journal file. Sizes include the size fields of records and both fields of padding.
+
+    `group_count` is the number of groups that were written and synced together, as far as padding separates them (None
+    before version 5): a group that happens to end at the alignment counts with the next. `good_end` is the end of the
+    last sound record; `error` is the damage behind it.
+    """
+
+    file: BookieFile
+    version: int | None = None
+    record_count: int = 0
+    record_bytes: int = 0
+    padding_count: int = 0
+    padding_bytes: int = 0
+    group_count: int | None = None
+    group_bytes_max: int | None = None
+    good_end: int | None = None
+    counts: Counter[RecordType] = field(default_factory=Counter)
+    type_bytes: Counter[RecordType] = field(default_factory=Counter)
+    ledgers: Counter[LedgerId] = field(default_factory=Counter)
+    ledger_bytes: Counter[LedgerId] = field(default_factory=Counter)
+    error: BkctlError | None = None
+
+    @property
+    def created_ms(self) -> int | None:
+        """Return the creation time that the id encodes, in ms since the epoch; None if the id is not a time.
+
+        Exact for the first file of a directory; later ids count up from it.
+        """
+        found = self.file.id
+        return found if isinstance(found, int) and 1 << 40 <= found <= self.file.mtime_ms + 86_400_000 else None
+
+    @property
+    def padding_ratio(self) -> float | None:
+        """Return the share of padding in the bytes behind the header; None if there are none."""
+        written = self.record_bytes + self.padding_bytes
+        return self.padding_bytes / written if written else None
+
+    @property
+    def records_per_group(self) -> float | None:
+        """Return the mean number of records in a group; None without groups."""
+        return self.record_count / self.group_count if self.group_count else None
+
+
+def journal_statistics(path: Path) -> JournalStatistics | None:
+    """Read a journal up to its end or damage and return its composition; None if the file was just deleted."""
+    file = describe(FileKind.JOURNAL, journal_id_of(path.name), path, scoped=path.parent.name == SCOPED_DIRECTORY)
+    if file is None:
+        return None
+    found = JournalStatistics(file)
+    try:
+        with JournalReader.open(path) as reader:
+            found.version = reader.version
+            _count(reader, found)
+            found.good_end = reader.position
+    except NotFound:
+        return None
+    except BkctlError as error:
+        found.error = error
+    return found
+
+
+class _GroupCounter:
+    """Counts groups and the padding between them."""
+
+    def __init__(self, found: JournalStatistics, header_size: int) -> None:
+        self._found = found
+        self._start = self._expected = header_size
+        self._count = self._bytes_max = 0
+
+    def add(self, batch: RecordBatch) -> None:
+        """Count the records of a batch, which follow the records added before."""
+        ends = [offset + 4 + size for offset, size in zip(batch.offsets, batch.sizes, strict=True)]
+        for previous_end, offset in zip([self._expected, *ends], batch.offsets, strict=False):
+            if offset != previous_end:
+                self._end_group(offset)
+                self._add_padding(offset - previous_end)
+                self._start = offset
+        self._expected = ends[-1]
+
+    def finish(self, end: int) -> None:
+        """Count the last group; the journal's records and padding end at byte `end`."""
+        if end > self._expected:
+            self._end_group(end)
+            self._add_padding(end - self._expected)
+        elif self._expected > self._start:
+            self._end_group(self._expected)
+        self._found.group_count, self._found.group_bytes_max = self._count, self._bytes_max
+
+    def _end_group(self, end: int) -> None:
+        self._count += 1
+        self._bytes_max = max(self._bytes_max, end - self._start)
+
+    def _add_padding(self, size_bytes: int) -> None:
+        self._found.padding_count += 1
+        self._found.padding_bytes += size_bytes
+
+
+def _count(reader: JournalReader, found: JournalStatistics) -> None:
+    has_groups = found.version is not None and found.version >= VERSION_PADDING
+    groups = _GroupCounter(found, reader.header_size) if has_groups else None
+    ledgers, ledger_bytes = found.ledgers, found.ledger_bytes
+    try:
+        for batch in reader.batches():
+            kind = RecordType.ENTRY if batch.types is None else batch.types[0]
+            size_bytes = 4 * len(batch) + sum(batch.sizes)
+            found.counts[kind] += len(batch)
+            found.type_bytes[kind] += size_bytes
+            found.record_count += len(batch)
+            found.record_bytes += size_bytes
+            ledgers.update(batch.ledgers)
+            for (scope_id, ledger_id), size in batch.sizes_by_ledger().items():
+                ledger_bytes[LedgerId(scope_id, ledger_id)] += size
+            if groups is not None:
+                groups.add(batch)
+    except (Corrupt, Unsupported) as error:
+        found.error = error
+    if groups is not None:
+        groups.finish(reader.position)

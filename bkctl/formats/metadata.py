@@ -424,28 +424,47 @@ class Cookie:
         )
         return f"{COOKIE_LAYOUT_VERSION}\n{print_text(message)}".encode("ascii")
 
-    def differences(self, stored: Cookie, *, allow_expansion: bool = False) -> list[str]:
-        """Return why a bookie configured as `self` must not start with the cookie `stored`; empty if it may.
-
-        With `allow_expansion`, ledger and index directories may be added. Source: Cookie.verify.
-        """
-        found = []
-        for name, mine, theirs in (
-            ("bookie id", self.bookie_id, stored.bookie_id),
-            ("journal directories", ",".join(self.journal_dirs), ",".join(stored.journal_dirs)),
-            ("instance id", self.instance_id, stored.instance_id),
-        ):
+    def differences(self, stored: Cookie) -> Iterator[CookieDifference]:
+        """Yield the fields in which the cookie `stored` differs from that of a bookie configured as `self`."""
+        own, other = (
+            (
+                (cookie.bookie_id,), cookie.journal_dirs, cookie.ledger_dirs,
+                cookie.index_dirs or cookie.ledger_dirs, (cookie.instance_id,) if cookie.instance_id else (),
+            )
+            for cookie in (self, stored)
+        )  # fmt: skip
+        for (name, words), mine, theirs in zip(_COOKIE_FIELDS.items(), own, other, strict=True):
             if mine != theirs:
-                verb = "are" if name.endswith("s") else "is"
-                found.append(f"the {name} {verb} {mine!r}, the cookie has {theirs!r}")
-        for name, dirs, stored_dirs in (
-            ("ledger", self.ledger_dirs, stored.ledger_dirs),
-            ("index", self.index_dirs or self.ledger_dirs, stored.index_dirs or stored.ledger_dirs),
-        ):
-            same = set(dirs) >= set(stored_dirs) if allow_expansion else dirs == stored_dirs
-            if not same:
-                found.append(f"the {name} directories are {','.join(dirs)}, the cookie has {','.join(stored_dirs)}")
-        return found
+                yield CookieDifference(name, words, mine, theirs)
+
+
+class CookieDifference(NamedTuple):
+    """A field of a cookie, with its name in words, and its differing values: `mine` expected, `theirs` found."""
+
+    name: str
+    words: str
+    mine: tuple[str, ...]
+    theirs: tuple[str, ...]
+
+    @property
+    def is_expansion(self) -> bool:
+        """Return whether ledger or index directories are only added, or reordered."""
+        return self.name in ("ledgerDirs", "indexDirs") and set(self.mine) >= set(self.theirs)
+
+    def __str__(self) -> str:
+        mine, theirs = (",".join(values) or None for values in (self.mine, self.theirs))
+        if self.name in ("ledgerDirs", "indexDirs"):
+            return f"the {self.words} {mine}, the cookie has {theirs}"
+        return f"the {self.words} {mine!r}, the cookie has {theirs!r}"
+
+
+_COOKIE_FIELDS: Final = {
+    "bookieId": "bookie id is",
+    "journalDirs": "journal directories are",
+    "ledgerDirs": "ledger directories are",
+    "indexDirs": "index directories are",
+    "instanceId": "instance id is",
+}
 
 
 def _encode_dirs(dirs: tuple[str, ...]) -> str:

@@ -451,6 +451,11 @@ def _collector(bookie: Bookie) -> GarbageCollectorThread:
     return bookie.garbage_collector
 
 
+def _compactions(bookie: Bookie) -> dict[str, bool]:
+    """Return the databases of entry locations by path, with True for one that is being compacted."""
+    return dict(each for index in bookie.storage.ledgers.location_indexes for each in index.compactions())
+
+
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/entry_location_compact",
     "The entry location databases of DbLedgerStorage, and whether each is being compacted.",
@@ -458,7 +463,7 @@ def _collector(bookie: Bookie) -> GarbageCollectorThread:
 )  # fmt: skip
 def location_compactions(bookie: Bookie, call: ApiCall) -> Any:
     """Return the databases' paths. Source: TriggerLocationCompactService."""
-    return bookie.storage.ledgers.location_compactions()
+    return _compactions(bookie)
 
 
 @ENDPOINTS.put(
@@ -475,7 +480,7 @@ async def compact_locations(call: ApiCall) -> Any:
         return text_answer("Not trigger Entry Location RocksDB compact.")
     bookie_id = call.service.bookie.bookie_id
     wanted = call.body.get("entryLocations", "").strip()
-    paths = await call.service.bookie.ask(lambda bookie: list(bookie.storage.ledgers.location_compactions()))
+    paths = list(await call.service.bookie.ask(_compactions))
     chosen = wanted.split(",") if wanted else paths
     if unknown := [path for path in chosen if path not in paths]:
         raise UsageError(

@@ -46,9 +46,9 @@ from bkctl.storage.checkpoints import Checkpointer, LastMarkFiles
 from bkctl.storage.group_commit import Done, GroupCommit, JournalBatch
 from bkctl.storage.journal_writer import JournalWriter
 from bkctl.storage.ledger.factory import check_index, open_ledger_storage
-from bkctl.storage.ledger.ledger_storage import IsWanted, LedgerHandle, always
+from bkctl.storage.ledger.ledger_handle import IsWanted, LedgerHandle, always
 from bkctl.storage.open_ledgers import OpenLedgers
-from bkctl.storage.replay import JournalReplay
+from bkctl.storage.replay import JournalReplay, want_of_space
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 
@@ -74,19 +74,16 @@ class BookieStorage:
         self.config = config
         self.files = files or Files()
         self.journal_directories = [Path(directory) / CURRENT for directory in config.journal_directories]
-        self.ledger_directories = [Path(directory) / CURRENT for directory in config.ledger_directories]
-        index_directories = config.index_or_ledger_directories
-        self.index_directories = [Path(directory) / CURRENT for directory in index_directories]
-        #: The indexes of the ledger directories that take new files.
-        self.writable = list(range(len(self.ledger_directories)))
         self._clock_ms = clock_ms
         self._chance = chance
         self.ledgers = open_ledger_storage(config, self.files, chance=chance)
-        # LedgerStorage describes these.
-        self.find, self.find_all = self.ledgers.find, self.ledgers.find_all
-        self.read, self.read_all = self.ledgers.read, self.ledgers.read_all
+        self.ledger_directories = self.ledgers.ledger_directories
+        self.index_directories = self.ledgers.index_directories
+        # EntryReader and LedgerStorage describe these.
+        reader = self.ledgers.reader
+        self.find, self.find_all, self.read, self.read_all = reader.find, reader.find_all, reader.read, reader.read_all
         self.seal_entries, self.write_entries = self.ledgers.seal_entries, self.ledgers.write_entries
-        self._handles = self.ledgers.handles
+        self._handles, self._keep_entries = self.ledgers.handles, self.ledgers.table.add
         self._entry_id_max = self.ledgers.entry_id_max
         self._journals_entries = config.journal_write_data
         self.journals: list[JournalWriter] = []
@@ -99,21 +96,14 @@ class BookieStorage:
         self.set_aside = self._open_ledgers.set_aside
         #: By journal number: the place before the first record of a set-aside ledger. The mark stays there.
         self._pins: dict[int, journal_formats.LogMark] = {}
-        self.checkpoints = Checkpointer(self.ledgers, self.journals, self._last_marks, self._pins)
+        self.checkpoints = Checkpointer(
+            self.ledgers, self._open_ledgers.evict, self.journals, self._last_marks, self._pins
+        )
         self.commits = [
             GroupCommit(self.journals, number, self._handles) for number in range(len(self.journal_directories))
         ]
         #: The full disk's error that left replayed entries in memory in `open`, perhaps a journal without a file.
         self.no_space: OSError | None = None
-
-    def set_writable(self, numbers: list[int]) -> None:
-        """Let only these ledger directories take new files; an open entry log in another one is completed there.
-
-        Without any, all files stay in place. Source: EntryLogManagerForSingleEntryLog.
-        """
-        if numbers != self.writable:
-            self.writable = numbers
-            self.ledgers.set_writable(numbers)
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -168,7 +158,7 @@ class BookieStorage:
 
     def _checkpoint_replayed(self) -> None:
         """Run the first checkpoint, unless the disks have no space for it: `no_space` has the reason then."""
-        self.no_space = self.ledgers.write_where_space(self.run_checkpoint)
+        self.no_space = want_of_space(self.run_checkpoint)
         if self.no_space is not None:
             return
         for journal in self.journals:
@@ -253,7 +243,7 @@ class BookieStorage:
             if handle.fenced:
                 raise LedgerFenced(f"Ledger {ledger} is fenced")
             raise UnknownLedgerState(f"Ledger {ledger} awaits a data integrity check: it may have been fenced")
-        self.ledgers.add(handle, entry_ids, records, size)
+        self._keep_entries(handle, entry_ids, records, size)
         if last_add_confirmed > handle.lac:
             handle.lac = last_add_confirmed
             if handle.watchers:
@@ -402,7 +392,7 @@ class BookieStorage:
         if handle.deleted:
             raise self.missing(handle.ledger)
         self.last_entry(handle)
-        entry_ids = self.ledgers.entry_ids(handle, is_wanted)
+        entry_ids = self.ledgers.reader.entry_ids(handle, is_wanted)
         return lambda: serialize(entry_ids(), _rest)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------

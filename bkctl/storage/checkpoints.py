@@ -5,7 +5,7 @@ Source: SyncThread, Journal (LastLogMark).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,11 @@ class Checkpointer:
 
     `marks_written` are in the `lastMark` files at present. A journal in `_pins` keeps its mark there, for records that
     the last start could not replay; so does a journal with records of a ledger that the last flush could not write.
+    `_evict` lets handles leave memory once the disk has their changes.
     """
 
     _storage: LedgerStorage[Any]
+    _evict: Callable[[], None]
     _journals: Sequence[JournalWriter]
     _last_marks: LastMarkFiles
     _pins: Mapping[int, LogMark]
@@ -117,3 +119,4 @@ class Checkpointer:
             self._storage.end_flush(checkpoint.flush, written=written)
         if written:
             self.marks_written = checkpoint.marks
+            self._evict()

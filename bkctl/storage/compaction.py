@@ -165,7 +165,7 @@ class EntryLogCompactor:
             )
             if entry_id >= 0 and ledger in ledgers
         ]
-        live = self._storage.live(log.logger, [row[:3] for row in rows])
+        live = self._storage.index_of(log.logger).live([row[:3] for row in rows])
         entry_count = size_bytes = 0
         for ledger, entry_id, old, begin, size in compress(rows, live):
             if entry_count >= _THROTTLED_ENTRIES or size_bytes >= _THROTTLED_BYTES:
@@ -222,7 +222,7 @@ class EntryLogCompactor:
                 raise
             moves = target.every_move()
             while moved := list(islice(moves, self._moves_at_once)):
-                self._storage.update_locations(target.logger, moved)
+                self._storage.index_of(target.logger).move(moved)
                 if self._storage.writes_ahead and self._storage.is_flush_due:  # changes of the index wait in memory
                     self._checkpoint()
         if target.sources:

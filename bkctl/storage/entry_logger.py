@@ -1,7 +1,7 @@
 """EntryLogger: the writer of the entry logs of one id space.
 
-An entry is added to memory and has its location at once. One storage thread writes chunks of entries later, in order;
-checkpoints sync them. Garbage collection removes logs and writes compacted ones. Scope 0 has one EntryLogger over the
+An entry has its location once it is added. One storage thread writes chunks of entries later, in order; checkpoints
+sync them. Garbage collection removes logs and writes compacted ones. Scope 0 has one EntryLogger over the
 ledger directories' `current/`, all other scopes share another over `current/scoped/`.
 Source: DefaultEntryLogger, EntryLoggerAllocator; BP-35.
 """
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from bkctl.disk import DISK_FULL, NO_SPACE, Files, StorageFile
 from bkctl.formats import entry_log as formats
@@ -41,51 +41,40 @@ class Move(NamedTuple):
     new: int
 
 
-class LoggedLedger(Protocol):
-    """A ledger that `EntryLogger.add` gets entries of; `log_bytes` of them are in `log`."""
-
-    ledger: LedgerId
-    log: OpenLog | None
-    log_bytes: int
-
-
 class OpenLog:
     """The entry log that is being written. `position` is its end, entries in memory included."""
 
-    __slots__ = ("base", "file", "is_complete", "ledgers", "log_id", "path", "position", "totals")
+    __slots__ = ("base", "file", "is_complete", "log_id", "path", "position", "totals")
 
     def __init__(self, log_id: int, path: Path) -> None:
         self.log_id = log_id
         self.base = log_id << 32
         self.path = path
         self.position = formats.HEADER_SIZE
-        #: Bytes of each ledger in the log, size fields included; `ledgers` count theirs on their own.
+        #: Bytes of each ledger in the log, size fields included.
         self.totals: dict[LedgerId, int] = {}
-        self.ledgers: list[LoggedLedger] = []
         self.file: StorageFile | None = None
         self.is_complete = False
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Consecutive records of one log, on their way to the disk; `located` has the ones that `find` returns.
+    """Consecutive records of one log, on their way to the disk.
 
     `totals` is the ledgers map of a log that ends with the chunk, else None.
     """
 
     log: OpenLog
     start: int
-    size: int
     records: list[bytes]
-    located: dict[int, bytes]
     totals: dict[LedgerId, int] | None
 
 
 class EntryLogger:
     """Writer of the entry logs in `directories`, which share one id space. Records are entries behind an int32 size.
 
-    Creating one finishes or rolls back an interrupted compaction (Apache's or ours). `add`, `add_all`, `seal`,
-    `stay_in` and `relocate` belong to one thread at a time; any thread may call the other methods, and `sync` while
+    Creating one finishes or rolls back an interrupted compaction (Apache's or ours). `add_all`, `seal`, `stay_in` and
+    `relocate` belong to one thread at a time; any thread may call the other methods, and `sync` while
     another thread writes. `preallocates`: the file of the next log is created together with the one that begins.
     """
 
@@ -109,7 +98,6 @@ class EntryLogger:
         self._next: OpenLog | None = None
         self._chunk_start = 0
         self._records: list[bytes] = []
-        self._recent: dict[int, bytes] = {}
         self._unwritten: tuple[Chunk, ...] = ()
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
@@ -176,29 +164,8 @@ class EntryLogger:
         """Return the bytes added that no chunk holds yet."""
         return 0 if self._log is None else self._log.position - self._chunk_start
 
-    @property
-    def unwritten_bytes(self) -> int:
-        """Return the bytes added that are not in a file yet."""
-        return self.buffered_bytes + sum(chunk.size for chunk in self._unwritten)
-
-    def add(self, ledger: LoggedLedger, records: Sequence[bytes], size: int) -> list[int]:
-        """Append entries of one ledger, `size` bytes, in memory; return their locations, at which `find` has them."""
-        locations: list[int] = []
-        while True:
-            log, added, added_size = self._append(records, size)
-            self._recent.update(zip(added, records, strict=False))
-            if ledger.log is not log:
-                ledger.log = log
-                ledger.log_bytes = 0
-                log.ledgers.append(ledger)
-            ledger.log_bytes += added_size
-            locations += added
-            if added_size == size:
-                return locations
-            records, size = records[len(added) :], size - added_size
-
     def add_all(self, ledger: LedgerId, records: Sequence[bytes]) -> list[int]:
-        """Append entries of one ledger; return their locations. The caller keeps them: `find` does not have them."""
+        """Append entries of one ledger; return their locations. Callers keep them readable until `write` is done."""
         locations: list[int] = []
         size = sum(map(len, records))
         while size:
@@ -266,12 +233,7 @@ class EntryLogger:
 
     def _close_log(self, log: OpenLog) -> None:
         """Seal the last chunk of `log` together with its ledgers map."""
-        totals = log.totals
-        for logged in log.ledgers:
-            totals[logged.ledger] = totals.get(logged.ledger, 0) + logged.log_bytes
-            logged.log = None
-        log.ledgers = []
-        self.seal(totals=totals)
+        self.seal(totals=log.totals)
         self._log = None
 
     def seal(self, totals: dict[LedgerId, int] | None = None) -> None:
@@ -279,10 +241,10 @@ class EntryLogger:
         log = self._log
         if log is None or (not self._records and totals is None):
             return
-        chunk = Chunk(log, self._chunk_start, self.buffered_bytes, self._records, self._recent, totals)
+        chunk = Chunk(log, self._chunk_start, self._records, totals)
         with self._lock:
             self._unwritten = (*self._unwritten, chunk)
-        self._records, self._recent, self._chunk_start = [], {}, log.position
+        self._records, self._chunk_start = [], log.position
 
     def write(self) -> None:
         """Write the sealed chunks to their files, unsynced. Raises OSError; the next call writes the rest."""
@@ -370,8 +332,6 @@ class EntryLogger:
             self.seal()
             stuck = [chunk for chunk in self._unwritten if chunk.log.path.parent == full]
             if self._log is not None and self._log.path.parent == full:
-                for logged in self._log.ledgers:
-                    logged.log = None
                 self._log = None
             if self._next is not None and self._next.path.parent == full:
                 following, self._next = self._next, None
@@ -382,7 +342,6 @@ class EntryLogger:
                 for record in chunk.records:
                     ledger, entry_id = _ids_of(body_of(record))
                     (new,) = self.add_all(ledger, (record,))
-                    self._recent[new] = record
                     moves.append(Move(ledger, entry_id, chunk.log.base | at, new))
                     at += len(record)
             moved(moves)
@@ -427,19 +386,16 @@ class EntryLogger:
                 with suppress(OSError):
                     self._files.remove(path)
                 raise
-        return CompactionLog(self, log_id, file)
+        return CompactionLog(self, self._files, log_id, file)
 
-    def _take_compacted(self, log_id: int, path: Path) -> None:
+    def take_compacted(self, log_id: int, path: Path) -> None:
+        """Give a finished log of a compaction its name, durably: it counts from now on. Raises OSError."""
         final = path.with_name(formats.file_name(log_id))
         self._files.rename(path, final)
         self._files.sync_directory(final.parent)
         with self._lock:
             self._paths[log_id] = final
             self._flushed.add(log_id)
-
-    def _drop_compacting(self, path: Path) -> None:
-        self._files.remove(path)
-        self._files.sync_directory(path.parent)
 
     def sync(self) -> None:
         """Return when everything written so far is on disk. Raises OSError, then again on each call: stop the bookie.
@@ -466,26 +422,6 @@ class EntryLogger:
                 with self._lock:
                     self._flushed.add(log.log_id)
 
-    def find(self, location: int) -> Buffer | None:
-        """Return the entry at `location` if it is still in memory."""
-        record = self._record_at(location)
-        return None if record is None else body_of(record)
-
-    def find_all(self, locations: Sequence[int]) -> list[bytes | None] | None:
-        """Return the record of the entry that `find` returns of each location; None if no entry is in memory."""
-        if not self._recent and not self._unwritten:
-            return None
-        return [self._record_at(location) for location in locations]
-
-    def _record_at(self, location: int) -> bytes | None:
-        record = self._recent.get(location)
-        if record is None:
-            for chunk in self._unwritten:
-                record = chunk.located.get(location)
-                if record is not None:
-                    break
-        return record
-
 
 class CompactionLog:
     """A log that compaction writes, `<id>.log.compacting` until it is finished. For one thread.
@@ -493,10 +429,9 @@ class CompactionLog:
     Source: DefaultEntryLogger.EntryLoggerCompactionEntryLog.
     """
 
-    def __init__(self, logger: EntryLogger, log_id: int, file: StorageFile) -> None:
+    def __init__(self, logger: EntryLogger, files: Files, log_id: int, file: StorageFile) -> None:
         self.log_id = log_id
-        self._logger = logger
-        self._file = file
+        self._logger, self._files, self._file = logger, files, file
         self._written = self._position = formats.HEADER_SIZE
         self._records: list[bytes] = []
         self._totals: dict[LedgerId, int] = {}
@@ -527,11 +462,12 @@ class CompactionLog:
         self._file.write(self._written, list(formats.write_ledgers_map(self._totals, version)))
         self._file.write(0, (formats.write_header(version, self._written, len(self._totals)),))
         self._file.sync()
-        self._logger._take_compacted(self.log_id, self._file.path)
+        self._logger.take_compacted(self.log_id, self._file.path)
 
     def abort(self) -> None:
         """Remove the log; nothing may point into it. Raises OSError."""
-        self._logger._drop_compacting(self._file.path)
+        self._files.remove(self._file.path)
+        self._files.sync_directory(self._file.path.parent)
 
 
 def _ids_of(body: Buffer) -> tuple[LedgerId, int]:

@@ -21,7 +21,7 @@ from bkctl.config import BookieConfig
 from bkctl.disk import disk_failure
 from bkctl.ids import LedgerId
 from bkctl.storage.journal_writer import JournalWriter
-from bkctl.storage.ledger.ledger_storage import LedgerHandle
+from bkctl.storage.ledger.ledger_handle import LedgerHandle
 
 if TYPE_CHECKING:
     import asyncio

@@ -55,23 +55,17 @@ class LocationReader:
             raise FileNotFoundError(f"No entry log {log_id:x} in {', '.join(map(str, self._directories))}")
         return path
 
-    def read(self, location: int, ledger: LedgerId, entry_id: int, *, cached: bool = False) -> memoryview | None:
-        """Return the entry at `location` from its file; with `cached`, None where that needs the disk.
+    def read(self, location: int, ledger: LedgerId, entry_id: int) -> memoryview:
+        """Return the entry at `location` from its file.
 
         Raises OSError; CorruptRecord or TruncatedRecord if `location` does not hold that entry.
         """
         log_id, offset = formats.unpack_location(location)
-        file = self._open.get(log_id) if cached else self._file(log_id)
-        if file is None:
-            return None
+        file = self._file(log_id)
         where = f"Entry {entry_id} of ledger {ledger}: {file.path}"
         if offset < formats.HEADER_SIZE + 4:
             raise CorruptRecord("The index points into the file header", offset=offset, where=where)
-        read = file.read_cached if cached else file.read
-        data = read(offset - 4, 4 + self._read_guess)
-        if cached and (data is None or len(data) < 4):
-            return None
-        assert data is not None
+        data = file.read(offset - 4, 4 + self._read_guess)
         if len(data) < 4:
             raise TruncatedRecord("Entry size", offset=offset - 4, needed=4, present=len(data), where=where)
         (size,) = RECORD_SIZE.unpack_from(data)
@@ -80,10 +74,7 @@ class LocationReader:
         if len(data) >= 4 + size:
             body = memoryview(data)[4 : 4 + size]
         else:
-            rest = read(offset, size)
-            if cached and (rest is None or len(rest) < size):
-                return None
-            assert rest is not None
+            rest = file.read(offset, size)
             if len(rest) < size:
                 raise TruncatedRecord("Entry", offset=offset, needed=size, present=len(rest), where=where)
             body = memoryview(rest)

@@ -16,7 +16,8 @@ from bkctl.formats.entry import MASTER_KEY_SIZE
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.journal_writer import JournalWriter
-from bkctl.storage.ledger.ledger_storage import LedgerHandle, LedgerStorage, NeedsDisk
+from bkctl.storage.ledger.ledger_handle import LedgerHandle, NeedsDisk
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 #: A deleted ledger that was fenced refuses writes until a week after the last one; and how many such are kept.
 FENCED_AND_DELETED_S: Final = 7 * 24 * 3600
@@ -59,6 +60,8 @@ class OpenLedgers:
         self.handles: dict[LedgerId, LedgerHandle] = storage.handles
         #: Ledgers that `supplied` did not find on disk, with the handles to create them from.
         self._blanks: dict[LedgerId, LedgerHandle] = {}
+        #: The handles that the last eviction by `_adopt` left.
+        self._handles_left = 0
         #: The bookie has a ledger of a scope other than 0.
         self.has_scoped = False
         #: Ledgers whose records could not be replayed, and why: their requests fail until the next start.
@@ -88,9 +91,19 @@ class OpenLedgers:
     def _adopt(self, handle: LedgerHandle) -> LedgerHandle:
         if handle.is_on_disk:
             handle.journal = handle.ledger.value % self._journal_count
-            self._storage.make_room()
+            limit = self._storage.config.open_file_limit
+            # A bookie that is only read has no flushes.
+            if len(self.handles) > max(limit, self._handles_left) + limit // 4:
+                self.evict()
+                self._handles_left = len(self.handles)
             self.handles[handle.ledger] = handle
         return handle
+
+    def evict(self) -> None:
+        """Evict the oldest handles beyond `openFileLimit` that are not in use."""
+        surplus = len(self.handles) - self._storage.config.open_file_limit
+        for ledger in self._storage.unused()[:surplus] if surplus > 0 else ():
+            del self.handles[ledger]
 
     @contextlib.contextmanager
     def supplied(self, found: object) -> Iterator[None]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from typing import Any, Final
 from google_crc32c import value as _crc32c
 
 from bkctl.config import BookieConfig
-from bkctl.disk import SECTOR_SIZE_BYTES
+from bkctl.disk import NO_SPACE, SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Unsupported
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import ScanState
@@ -26,7 +27,8 @@ from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.checkpoints import LastMarkFiles
 from bkctl.storage.journal_writer import journal_ids
-from bkctl.storage.ledger.ledger_storage import LedgerHandle, LedgerStorage
+from bkctl.storage.ledger.ledger_handle import LedgerHandle
+from bkctl.storage.ledger.ledger_storage import LedgerStorage, run_flush
 from bkctl.storage.open_ledgers import OpenLedgers
 
 log: Final = logging.getLogger("bkctl.bookie")
@@ -136,13 +138,14 @@ class JournalReplay:
     def _write_when_full(self) -> None:
         """Write replayed entries when enough are in memory; on a full disk, keep them there while memory lasts."""
         storage = self._storage
+        flush = partial(run_flush, storage)
         if self.no_space is None:
             if storage.seal_entries():
-                self.no_space = storage.write_where_space(storage.write_entries)
+                self.no_space = want_of_space(storage.write_entries)
             if storage.is_flush_due:
-                self.no_space = storage.write_where_space(storage.run_flush) or self.no_space
+                self.no_space = want_of_space(flush) or self.no_space
         elif storage.unwritten_bytes > storage.unwritten_bytes_max:
-            if storage.write_where_space(storage.run_flush) is not None:
+            if want_of_space(flush) is not None:
                 raise BkctlError(
                     f"The journals hold more than {storage.unwritten_bytes_max >> 20} MiB that ledger storage has no "
                     f"space for ({self.no_space.filename or self.no_space})",
@@ -231,18 +234,30 @@ class JournalReplay:
         body, entry_id = record.body, record.entry_id
         if record.last_add_confirmed is None or entry_id > self._storage.entry_id_max:
             return
-        if self._storage.has(handle, entry_id):
+        reader = self._storage.reader
+        if reader.has(handle, entry_id):
             try:
-                old = bytes(self._storage.read(handle, entry_id))
+                old = bytes(reader.read(handle, entry_id))
             except (OSError, Corrupt, Unsupported):
                 old = b""
             # An equal copy is added again: after a failed sync the old one may be in the system's memory alone.
             if old and old != body and _is_better(old, body):
                 return
         record_as_added = record_of(body)
-        self._storage.add(handle, [entry_id], [record_as_added], len(record_as_added))
+        self._storage.table.add(handle, [entry_id], [record_as_added], len(record_as_added))
         handle.lac = max(handle.lac, record.last_add_confirmed)
         self.entry_count += 1
+
+
+def want_of_space(write: Callable[[], object]) -> OSError | None:
+    """Call `write`; return the error of a full disk, None without. Raises OSError for any other error."""
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        return error
+    return None
 
 
 def _log_incomplete_group(reader: JournalReader) -> None:

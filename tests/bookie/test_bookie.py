@@ -319,7 +319,7 @@ def test_ledger_stays_in_memory_while_a_long_poll_of_it_wakes(tmp_path: Path, cl
             await asyncio.sleep(0.001)
         handle.wake()  # for no news
         storage.ledgers.config = storage.ledgers.config.with_changes(open_file_limit=0)
-        storage.ledgers._evict_handles()
+        storage._open_ledgers.evict()
         assert list(storage.ledgers.handles) == [PLAIN]
         await asyncio.sleep(0.01)
         await statuses(connection, add(PLAIN, 1), add(PLAIN, 2))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -564,7 +565,8 @@ def test_a_forced_round_says_what_it_could_not_do(cluster: Cluster) -> None:
 def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:
     storage = Storage()
     calls: list[Callable[[], bool]] = []
-    storage.compact_locations = lambda paths, is_wanted: calls.append(is_wanted)  # type: ignore[attr-defined]
+    index = SimpleNamespace(compact=lambda paths, is_wanted: calls.append(is_wanted))
+    storage.location_indexes = [index]  # type: ignore[attr-defined]
     bookie = Bookie(cluster, storage, entry_location_compaction_interval=1000)
     bookie.collector.run_round()
     assert not calls
@@ -684,7 +686,7 @@ def test_bookie_collects_and_compacts_while_it_serves(
 
 
 @pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
-@pytest.mark.parametrize("step", ["live", "update_locations"])
+@pytest.mark.parametrize("step", ["live", "move"])
 def test_logs_are_collected_after_a_fault_of_the_index(
     tmp_path: Path,
     store: Cluster,
@@ -721,7 +723,8 @@ def test_logs_are_collected_after_a_fault_of_the_index(
 
     store.ledgers.remove(ledgers[1])
     with monkeypatch.context() as damaged:
-        damaged.setattr(storage.ledgers, step, fail)
+        for index in storage.ledgers.indexes:
+            damaged.setattr(index, step, fail)
         collector.run_round(ForcedRound(major=True))
     assert "the index is damaged" in caplog.text
     assert "cannot be read to its end" not in caplog.text

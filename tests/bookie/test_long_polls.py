@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from bkctl.bookie.long_polls import LongPoll, LongPolls
+from bkctl.bookie.reads import LongPoll, LongPolls
 from bkctl.ids import LedgerId
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import LAST_ENTRY, ReadRequest
-from bkctl.storage.ledger.ledger_storage import LedgerHandle
+from bkctl.storage.ledger.ledger_handle import LedgerHandle
 
 LEDGER = LedgerId(0, 5)
 HOUR_MS = 3_600_000

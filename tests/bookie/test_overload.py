@@ -36,7 +36,7 @@ from bkctl.protocol.messages import (
     ReadRequest,
     Status,
 )
-from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
+from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 
 HOUR_MS = 3_600_000
 
@@ -310,7 +310,7 @@ async def pour(port: int, ledger_id: int, count: int, size: int) -> list[int]:
 def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(InterleavedLedgerStorage, "unwritten_bytes_max", 8 << 20)
+    monkeypatch.setattr(SortedLedgerStorage, "unwritten_bytes_max", 8 << 20)
     clients, count, size = 4, 600, 64 << 10  # 150 MiB
     most = 0
 

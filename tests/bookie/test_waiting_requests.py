@@ -13,7 +13,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.ids import LedgerId
-from bkctl.storage.ledger.ledger_storage import NeedsDisk
+from bkctl.storage.ledger.ledger_handle import NeedsDisk
 
 LEDGER = LedgerId(0, 5)
 

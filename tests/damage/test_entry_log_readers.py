@@ -202,7 +202,7 @@ def by_repair(path: Path) -> Seen:
 
 
 class _CopiesOnly:
-    """Stands for the logger and the storage of a compaction of which every entry is alive."""
+    """Stands for the logger, the storage and the index of a compaction of which every entry is alive."""
 
     def __init__(self, ledgers: set[LedgerId]) -> None:
         self.directories: list[Path] = []
@@ -214,7 +214,10 @@ class _CopiesOnly:
     def add(self, ledger: LedgerId, body: bytes) -> int:
         return 0
 
-    def live(self, logger: object, rows: list[tuple[LedgerId, int, int]]) -> list[bool]:
+    def index_of(self, logger: object) -> _CopiesOnly:
+        return self
+
+    def live(self, rows: list[tuple[LedgerId, int, int]]) -> list[bool]:
         return [True] * len(rows)
 
 

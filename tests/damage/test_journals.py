@@ -12,7 +12,7 @@ from support import golden
 from support.command_line import CommandLine
 
 from bkctl.files.journal_check import check_journal
-from bkctl.files.journal_statistics import journal_statistics
+from bkctl.files.journals import journal_statistics
 from bkctl.files.scan import ScanState
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key

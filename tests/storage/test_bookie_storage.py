@@ -741,5 +741,5 @@ def test_entries_that_no_index_file_can_have_are_not_live(tmp_path: Path, ledger
     add(storage, ledger, 0)
     storage.run_checkpoint()
     entries = [(ledger, entry_id, 2000) for entry_id in ((1 << 40), (1 << 63) - 1, -1, -5, -(1 << 63))]
-    assert storage.ledgers.live(storage.ledgers.entry_loggers[ledger.is_scoped], entries) == [False] * len(entries)
+    assert storage.ledgers.indexes[0].live(entries) == [False] * len(entries)
     storage.close()

@@ -295,21 +295,21 @@ def test_next_entry_log_leaves_a_full_directory(tmp_path: Path, sealed: bool) ->
     directories = ("ledgers-0", "ledgers-1")
     storage = open_storage(tmp_path, ledgers=directories)
     logs = [tmp_path / each / "current" for each in directories]
-    storage.set_writable([0])
+    storage.ledgers.set_writable([0], [0, 1])
     bodies = [add(storage, 1, entry_id) for entry_id in range(3)]
     if sealed:
         storage.seal_entries(1)
         storage.write_entries()
         bodies.append(add(storage, 1, 3))
-    storage.set_writable([])  # no reason to roll: there is nowhere else
+    storage.ledgers.set_writable([], [0, 1])  # no reason to roll: there is nowhere else
     bodies += [add(storage, 1, entry_id) for entry_id in range(len(bodies), 6)]
-    storage.set_writable([1])
+    storage.ledgers.set_writable([1], [0, 1])
     bodies.append(add(storage, 1, 6))
     flush_journals(storage)
     assert [stored(storage, 1, entry_id) for entry_id in range(7)] == bodies, "from memory"
     storage.run_checkpoint()
     found = {log.stem: log.parent for each in logs for log in each.glob("*.log")}
-    in_logs = {INTERLEAVED: 6, SORTED: 3 if sealed else 0}[SETTINGS["ledger_storage_class"]]
+    in_logs = 3 if sealed else 0
     assert found == ({"0": logs[0], "1": logs[1]} if in_logs else {"0": logs[1]})
     if in_logs:
         with EntryLogReader.open(logs[0] / "0.log") as reader:
@@ -373,7 +373,7 @@ def test_compaction_moves_the_entries_of_a_ledger_whose_header_is_damaged(tmp_pa
         old = again.ledgers.pages.location(ledger, 0)
         moves.append(Move(ledger, 0, old, log.add(ledger, copy)))
     log.finish()
-    again.ledgers.update_locations(logger, moves)
+    again.ledgers.index_of(logger).move(moves)
     again.run_checkpoint()
     damaged = index.read_bytes()
     assert damaged[:1024] == b"XXXX" + whole[4:1024]

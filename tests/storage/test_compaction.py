@@ -38,8 +38,8 @@ from bkctl.storage.compaction import (
     UnreadableEntryLog,
 )
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
-from bkctl.storage.entry_logger import EntryLogger, Move
-from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
+from bkctl.storage.entry_logger import Move
+from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 from bkctl.storage.location_reader import LocationReader
 
 STORAGE_CLASSES = {
@@ -302,7 +302,7 @@ def test_dead_log_leaves_no_compacted_log(storage: BookieStorage, tmp_path: Path
             add(storage, ledger, entry_id)
     storage.run_checkpoint()
     before = set(entry_logs(tmp_path))
-    old = [each for each in logs_of(storage) if not any(storage.ledgers.live(each.logger, _rows(each)))]
+    old = [each for each in logs_of(storage) if not any(storage.ledgers.index_of(each.logger).live(_rows(each)))]
     assert len(old) > 2
     compactor = compactor_for(storage)
     for each in old:
@@ -406,14 +406,14 @@ def test_running_checkpoint_keeps_moved_locations(tmp_path: Path, storage_class:
     if moment == "before the moves":
         begin()
     if moment == "after the moves":
-        update = storage.ledgers.update_locations
+        for index in storage.ledgers.indexes:
 
-        def update_and_begin(logger: EntryLogger, moves: Any) -> None:
-            update(logger, moves)
-            if not in_flight:
-                begin()
+            def move_and_begin(moves: Any, move: Callable[[Any], None] = index.move) -> None:
+                move(moves)
+                if not in_flight:
+                    begin()
 
-        storage.ledgers.update_locations = update_and_begin  # type: ignore[method-assign]
+            index.move = move_and_begin  # type: ignore[method-assign]
     compactor.flush()
     assert not in_flight
     check_alive(storage)
@@ -699,7 +699,7 @@ def test_usage_counts_small_logs_by_the_target_size(storage: BookieStorage) -> N
 def test_lists_a_ledger_that_leaves_memory_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its entries would look like garbage."""
     storage = open_storage(config_for(tmp_path, open_file_limit=1), SimulatedFiles(tmp_path))
-    assert isinstance(storage.ledgers, InterleavedLedgerStorage)
+    assert isinstance(storage.ledgers, SortedLedgerStorage)
     walk = storage.ledgers.persistence.ledgers
 
     def walk_and_flush() -> set[int]:
@@ -742,27 +742,27 @@ def test_missing_entry_stays_missing_after_compaction(storage: BookieStorage) ->
 def test_index_pages_of_many_small_ledgers_use_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_for(tmp_path, page_limit=16, log_size_limit=16 * 1024)
     storage = open_storage(config)
-    assert isinstance(storage.ledgers, InterleavedLedgerStorage)
+    assert isinstance(storage.ledgers, SortedLedgerStorage)
     pages = storage.ledgers.pages
     alive = [LedgerId(0, number) for number in range(10, 310, 3)]
     for ledger in alive:
         add(storage, ledger, 0)
         add(storage, DEAD[0], ledger.ledger_id)
-        if storage.ledgers.is_flush_due:
+        if ledger.ledger_id % 4 == 0:
             storage.run_checkpoint()
     storage.delete_ledger(DEAD[0])
     storage.run_checkpoint()
     most = 0
-    update = storage.ledgers.update_locations
+    move = storage.ledgers.index.move
 
-    def update_and_look(logger: EntryLogger, moves: Iterable[Move]) -> None:
+    def move_and_look(moves: Iterable[Move]) -> None:
         nonlocal most
-        update(logger, moves)
+        move(moves)
         most = max(most, pages.changed_count)
 
-    monkeypatch.setattr(storage.ledgers, "update_locations", update_and_look)
+    monkeypatch.setattr(storage.ledgers.index, "move", move_and_look)
     assert compact(storage)
-    assert 12 <= most < 12 + config.compaction_max_outstanding_requests
+    assert 4 <= most < 4 + config.compaction_max_outstanding_requests
     for ledger in alive:
         assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
     storage.close()

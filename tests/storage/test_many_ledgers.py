@@ -15,9 +15,8 @@ from bkctl.config import BookieConfig
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
-from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
-from bkctl.storage.sorted_ledgers import SizesByLedger, SortedLedgers
+from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap, SizesByLedger, SortedLedgers
+from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 
 LEDGERS = [*(LedgerId(0, number) for number in range(1, 41)), *(LedgerId(scope, 3) for scope in range(1, 21))]
 LIMIT = 8
@@ -62,7 +61,7 @@ def test_reads_of_many_ledgers_keep_few_in_memory(tmp_path: Path, storage_class:
         assert len(again.ledgers.handles) <= LIMIT + LIMIT // 4 + 1
         assert ledger in again.ledgers.handles
     assert again.get(LEDGERS[0]) is watched, "a ledger that a long poll waits for stays"
-    if isinstance(again.ledgers, InterleavedLedgerStorage):
+    if isinstance(again.ledgers, SortedLedgerStorage):
         pages = again.ledgers.pages
         assert len(pages) == len(LEDGERS)
         assert sum(map(len, pages._pages.values())) == len(LEDGERS), "a location each, not a page each"

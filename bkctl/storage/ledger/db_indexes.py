@@ -36,10 +36,17 @@ from bkctl.formats.index import (
 from bkctl.formats.names import ROCKSDB_CURRENT
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.entry_logger import Move
-from bkctl.storage.ledger.ledger_storage import IsWanted, always
+from bkctl.storage.ledger.ledger_handle import IsWanted, LedgerHandle, always
+from bkctl.storage.ledger.read_cache import ReadCache
 
 Database = TypeVar("Database", LedgersDatabase, LocationsDatabase)
 Result = TypeVar("Result")
+#: Locations are cached in pages of 1 << PAGE_BITS entries: look-ups of neighbours cost little more than of one.
+PAGE_BITS: Final = 4
+_IN_PAGE: Final = (1 << PAGE_BITS) - 1
+_NO_LOCATIONS: Final = array("q", bytes(8 << PAGE_BITS))
+#: Locations that the cache of a directory holds.
+CACHED_LOCATIONS_MAX: Final = 1 << 20
 #: Free space beyond the size of its logs at which a database that ran out of space is reopened.
 _REOPEN_BYTES: Final = 8 << 20
 
@@ -193,10 +200,11 @@ class LedgerMetadataIndex(_Index[LedgersDatabase]):
 
 
 class EntryLocationIndex(_Index[LocationsDatabase]):
-    """The index of entry locations."""
+    """The index of entry locations; `cache` has some of them by ledger and page number, for any thread."""
 
     def __init__(self, directory: Path, config: BookieConfig, files: Files) -> None:
         super().__init__(LocationsDatabase, "locations", directory, config, files)
+        self.cache: ReadCache[array[int]] = ReadCache(CACHED_LOCATIONS_MAX)
         # Keeps a flush from writing between the two halves of a compare-and-set.
         self._lock = threading.Lock()
         # Held by a compaction, so that RocksDB is not closed during one.
@@ -238,6 +246,65 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
         values = self._read(ledger, lambda database: database.values_of(keys), absent)
         return array("q", (0 if value is None else read_location(value) for value in values))
 
+    def cached(self, handle: LedgerHandle, entry_ids: Sequence[int]) -> list[int]:
+        """Return the locations of entries; 0 for an entry whose location is not in memory."""
+        if not handle.is_on_disk:
+            return [0] * len(entry_ids)
+        locations: list[int] = []
+        ledger, get = handle.ledger, self.cache.get
+        page, last = None, -1
+        for entry_id in entry_ids:
+            number = entry_id >> PAGE_BITS
+            if number != last:
+                page, last = get(ledger, number), number
+            locations.append(0 if page is None else page[entry_id & _IN_PAGE])
+        return locations
+
+    def look_up(self, handle: LedgerHandle, entry_ids: Sequence[int], ahead: int) -> list[int]:
+        """Return what `cached` returns, once missing pages, and `ahead` entries more, are cached. Raises Corrupt."""
+        locations = self.cached(handle, entry_ids)
+        if 0 not in locations or not handle.is_on_disk:
+            return locations
+        cache = self.cache
+        discards = cache.discards
+        end = min(max(entry_ids) + ahead, handle.last_entry)
+        numbers = {entry_id >> PAGE_BITS for entry_id in entry_ids}
+        numbers |= set(range(max(numbers) + 1, (end >> PAGE_BITS) + 1))
+        missing = sorted(number for number in numbers if cache.get(handle.ledger, number) is None)
+        if not missing:
+            return locations
+        wanted = array("q")
+        for number in missing:
+            wanted.extend(range(number << PAGE_BITS, number + 1 << PAGE_BITS))
+        found = self.locations_of(handle.ledger, wanted)
+        pages = {number: found[at << PAGE_BITS : at + 1 << PAGE_BITS] for at, number in enumerate(missing)}
+        if not handle.deleted:
+            cache.put(handle.ledger, list(pages.items()), discards)
+        for at, entry_id in enumerate(entry_ids):
+            page = pages.get(entry_id >> PAGE_BITS)
+            if page is not None:
+                locations[at] = page[entry_id & _IN_PAGE]
+        return locations
+
+    def _cache_written(self, ledger: LedgerId, entry_ids: array[int], locations: array[int]) -> None:
+        """Cache the new locations of entries, ascending: who tails the ledger asks for them next."""
+        cache = self.cache
+        discards = cache.discards
+        first, last = entry_ids[0], entry_ids[-1]
+        begin, end = first >> PAGE_BITS, (last >> PAGE_BITS) + 1
+        if last - first + 1 != len(entry_ids) or len(entry_ids) > CACHED_LOCATIONS_MAX // 2:
+            cache.discard(ledger)
+            return
+        before, after = cache.get(ledger, begin), cache.get(ledger, end - 1) or _NO_LOCATIONS
+        located = (before or _NO_LOCATIONS)[: first & _IN_PAGE] + locations + after[(last & _IN_PAGE) + 1 :]
+        pages = [
+            (number, located[at : at + _IN_PAGE + 1])
+            for number, at in zip(range(begin, end), range(0, len(located), _IN_PAGE + 1), strict=True)
+        ]
+        if before is None and first & _IN_PAGE:
+            del pages[0]  # the database has more of it
+        cache.replace(ledger, pages, discards)
+
     def last_entry_id(self, ledger: LedgerId) -> int:
         """Return the highest entry id here, -1 for none. Raises Corrupt."""
         return self._read(ledger, lambda database: database.last_entry_id(ledger), -1)
@@ -278,6 +345,12 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
                     self._write(scoped, batch, sync=False)
                     batch = LocationsDatabase.batch_without(())
             self._write(scoped, batch)
+        for ledger in deleted:
+            self.cache.discard(ledger)
+        end = 0
+        for ledger, count in runs:
+            begin, end = end, end + count
+            self._cache_written(ledger, entry_ids[begin:end], locations[begin:end])
 
     def move(self, moves: Iterable[Move]) -> None:
         """Point the index to `new` where it still points to `old`; on disk on return. Raises OSError, Corrupt."""

@@ -22,39 +22,33 @@ import heapq
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, Corrupt, EntryNotFound, UnknownLedgerState, UsageError
+from bkctl.errors import BkctlError, Corrupt, UsageError
 from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.formats.layout import Buffer
-from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
-from bkctl.formats.record import RECORD_SIZE, body_of
+from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
-from bkctl.storage.ledger.caches import Cached, ReadCache, WriteCache
 from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
-from bkctl.storage.ledger.ledger_storage import (
-    CHUNK_SIZE_BYTES,
-    IsWanted,
-    LedgerHandle,
-    LedgerStorage,
-    always,
-    fill,
-    merge_found,
-)
+from bkctl.storage.ledger.entry_reader import fill
+from bkctl.storage.ledger.ledger_handle import EntryIndex, IsWanted, LedgerHandle
+from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, LedgerStorage
+from bkctl.storage.ledger.read_cache import ReadCache
 
+#: Memory of an entry besides its bytes, about, so that small entries count at their real cost.
+ENTRY_OVERHEAD_BYTES: Final = 160
 #: A read that skips at most this many entries counts as sequential: with striping a bookie has only part of them.
 READ_ON_ENTRIES_MAX: Final = 16
-#: Locations are cached in pages of 1 << PAGE_BITS entries: look-ups of neighbours cost little more than of one.
-PAGE_BITS: Final = 4
-#: Locations that the cache of a directory holds, and entries behind a run whose locations are looked up with it.
-CACHED_LOCATIONS_MAX: Final = 1 << 20
+#: Entries behind a run whose locations are looked up with it.
 LOOK_AHEAD_ENTRIES: Final = 256
 #: A list of entries polls `is_wanted` at multiples of this entry id.
 _ASKED_AT_ENTRIES: Final = 1024
@@ -63,15 +57,14 @@ log: Final = logging.getLogger("bkctl.bookie")
 
 
 class DbLedgerHandle(LedgerHandle):
-    """A ledger in memory, with its entries in the write cache."""
+    """A ledger in memory, whose entries are in the logs of one directory, `index`."""
 
-    __slots__ = ("directory", "entries", "flushing", "limbo", "read_to")
+    __slots__ = ("limbo", "read_to")
+    index: SingleDirectoryDbLedgerStorage
 
-    def __init__(self, directory: SingleDirectoryDbLedgerStorage, ledger: LedgerId, master_key: bytes) -> None:
-        super().__init__(ledger, master_key)
-        self.directory = directory
-        self.entries: dict[int, bytes] = {}
-        self.flushing: dict[int, bytes] = {}
+    def __init__(self, directory: SingleDirectoryDbLedgerStorage, ledger: LedgerId) -> None:
+        super().__init__(ledger, b"")
+        self.index = directory
         #: LedgerData.limbo as Apache's bookie left it: entries may be lost until its check has restored them.
         self.limbo: bool | None = None
         #: The last entry read, or read ahead, from the entry log.
@@ -91,28 +84,33 @@ class _Locations:
 class _Changes:
     """The changes of one directory that a flush takes. `located` is set once the entry loggers have the entries."""
 
-    cached: list[Cached[DbLedgerHandle]]
+    #: Ledgers, ascending, each with its records by entry id.
+    entries: list[tuple[DbLedgerHandle, dict[int, bytes]]]
     headers: dict[LedgerId, tuple[DbLedgerHandle, LedgerData]]
     deleted: set[LedgerId]
     located: dict[bool, _Locations] | None = None
     is_written: bool = False
 
 
-class SingleDirectoryDbLedgerStorage:
-    """The ledgers of one ledger directory, with their databases in `index_directory`; both paths end in `current`."""
+class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
+    """The logs of one ledger directory, with their databases in `index_directory`; both paths end in `current`."""
 
-    def __init__(self, ledger_directory: Path, index_directory: Path, config: BookieConfig, files: Files) -> None:
+    def __init__(
+        self,
+        ledger_directory: Path,
+        index_directory: Path,
+        config: BookieConfig,
+        files: Files,
+        open_loggers: Callable[[], tuple[EntryLogger, EntryLogger]],
+    ) -> None:
         self.config = config
         self.files = files
         self.ledger_directory, self.index_directory = ledger_directory, index_directory
+        self._open_loggers = open_loggers
         self.metadata = LedgerMetadataIndex(index_directory, config, files)
         self.locations = EntryLocationIndex(index_directory, config, files)
-        self.cache: WriteCache[DbLedgerHandle] = WriteCache()
         count = len(config.ledger_directories)
         self.read_cache: ReadCache[Buffer] = ReadCache((config.db_storage_read_ahead_cache_max_size_mb << 20) // count)
-        #: By ledger and page number.
-        self._location_cache: ReadCache[array[int]] = ReadCache(CACHED_LOCATIONS_MAX)
-        self._changed: dict[LedgerId, DbLedgerHandle] = {}
         self._deleted: set[LedgerId] = set()
         #: Changes that no flush has written yet; several after a failed flush.
         self._unfinished: list[_Changes] = []
@@ -126,11 +124,10 @@ class SingleDirectoryDbLedgerStorage:
         """Open logs and databases of directory `number` of `count`. Raises OSError, DirectoryInUse, Corrupt."""
         for directory in (self.ledger_directory, self.index_directory):
             self.files.make_directory(directory)
-        self.logger = self._open_logger(self.ledger_directory, scoped=False)
-        self.scoped_logger = self._open_logger(self.ledger_directory / SCOPED_DIRECTORY, scoped=True)
+        self.loggers = self._open_loggers()
         try:
             for prefix in ("", "scoped-"):
-                self._check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
+                _check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
             self.metadata.open()
             self.locations.open()
             self._compare_databases(number, count)
@@ -142,25 +139,6 @@ class SingleDirectoryDbLedgerStorage:
         except BaseException:
             self.close()
             raise
-
-    def _open_logger(self, directory: Path, *, scoped: bool) -> EntryLogger:
-        return EntryLogger(
-            [directory],
-            self.files,
-            scoped=scoped,
-            size_limit=self.config.log_size_limit,
-            pick_directory=lambda: 0,
-            preallocates=self.config.entry_log_file_preallocation_enabled,
-        )
-
-    def _check_pair(self, ledgers: Path, locations: Path) -> None:
-        """Raise Corrupt if one database is missing and the other has ledgers: both exist before one is used."""
-        has_ledgers, has_locations = ((path / "CURRENT").exists() for path in (ledgers, locations))
-        if has_ledgers != has_locations:
-            missing, kind = (locations, LedgersDatabase) if has_ledgers else (ledgers, LocationsDatabase)
-            with kind.open(ledgers if has_ledgers else locations) as database:
-                if next(database.ledger_ids(), None) is not None:
-                    raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")
 
     def _compare_databases(self, number: int, count: int) -> None:
         """Let the first flush delete entries of ledgers that are not here: leftovers of a deletion by Apache's bookie.
@@ -192,7 +170,7 @@ class SingleDirectoryDbLedgerStorage:
 
     def load(self, ledger: LedgerId) -> DbLedgerHandle:
         """Return a new handle; `is_on_disk` False: the ledger is not here, or is to be deleted. Raises Corrupt."""
-        handle = DbLedgerHandle(self, ledger, b"")
+        handle = DbLedgerHandle(self, ledger)
         handle.unknown = self.needs_integrity_check
         if self.is_deleted(ledger):
             handle.unknown = False
@@ -214,106 +192,31 @@ class SingleDirectoryDbLedgerStorage:
         """Return whether the next or running flush deletes the ledger; a new ledger of that id may exist again."""
         return ledger in self._deleted or any(ledger in changes.deleted for changes in self._unfinished)
 
-    def change(self, handle: DbLedgerHandle) -> None:
-        """Let the next flush write the ledger's data."""
-        handle.header_changed = True
-        self._changed[handle.ledger] = handle
+    def delete(self, ledger: LedgerId) -> None:
+        """Delete the ledger with the next flush."""
+        self._deleted.add(ledger)
+        self.discard_cached(ledger)
 
-    def delete(self, handle: DbLedgerHandle) -> None:
-        """Delete the ledger from memory; the next flush deletes it on disk."""
-        handle.deleted = True
-        self.cache.remove(handle)
-        self._changed.pop(handle.ledger, None)
-        self._deleted.add(handle.ledger)
-        self.discard_cached(handle.ledger)
+    @property
+    def has_scoped(self) -> bool:
+        return self.metadata.has_scoped
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
     def location(self, handle: DbLedgerHandle, entry_id: int) -> int:
-        """Return the location of an entry outside the write cache, 0 if it is not here. Raises Corrupt."""
         # A ledger that was deleted and recreated may find entries of the old one on disk until a flush writes it.
-        return self.locations.location(handle.ledger, entry_id) if handle.is_on_disk else 0
+        if not handle.is_on_disk:
+            return 0
+        with contextlib.suppress(BkctlError):  # damage of a neighbour's location is none of this entry
+            return self.locations.look_up(handle, (entry_id,), 0)[0]
+        return self.locations.location(handle.ledger, entry_id)
 
     def discard_cached(self, ledger: LedgerId) -> None:
         """Forget what reads of the ledger found, after a change of its locations."""
         self.read_cache.discard(ledger)
-        self._location_cache.discard(ledger)
+        self.locations.cache.discard(ledger)
 
-    def _cache_written(self, ledger: LedgerId, entry_ids: array[int], locations: array[int]) -> None:
-        """Cache the new locations of entries, ascending: who tails the ledger asks for them next."""
-        self.read_cache.discard(ledger)
-        cache = self._location_cache
-        discards = cache.discards
-        first, last = entry_ids[0], entry_ids[-1]
-        begin, end = first >> PAGE_BITS, (last >> PAGE_BITS) + 1
-        if last - first + 1 != len(entry_ids) or len(entry_ids) > CACHED_LOCATIONS_MAX // 2:
-            cache.discard(ledger)
-            return
-        before, after = cache.get(ledger, begin), cache.get(ledger, end - 1) or _NO_LOCATIONS
-        located = (before or _NO_LOCATIONS)[: first & _IN_PAGE] + locations + after[(last & _IN_PAGE) + 1 :]
-        pages = [
-            (number, located[at : at + _IN_PAGE + 1])
-            for number, at in zip(range(begin, end), range(0, len(located), _IN_PAGE + 1), strict=True)
-        ]
-        if before is None and first & _IN_PAGE:
-            del pages[0]  # the database has more of it
-        cache.replace(ledger, pages, discards)
-
-    def _cached_locations(self, handle: DbLedgerHandle, entry_ids: Sequence[int]) -> list[int]:
-        """Return the locations of entries outside the write cache; 0 for an entry whose location is not in memory."""
-        if not handle.is_on_disk:
-            return [0] * len(entry_ids)
-        locations: list[int] = []
-        ledger, get = handle.ledger, self._location_cache.get
-        page, last = None, -1
-        for entry_id in entry_ids:
-            number = entry_id >> PAGE_BITS
-            if number != last:
-                page, last = get(ledger, number), number
-            locations.append(0 if page is None else page[entry_id & _IN_PAGE])
-        return locations
-
-    def _look_up(self, handle: DbLedgerHandle, entry_ids: Sequence[int], ahead: int) -> list[int]:
-        """Return what `_cached_locations` returns, once pages that are missing, and `ahead` entries, are cached.
-
-        Raises Corrupt.
-        """
-        locations = self._cached_locations(handle, entry_ids)
-        if 0 not in locations or not handle.is_on_disk:
-            return locations
-        cache = self._location_cache
-        discards = cache.discards
-        end = min(max(entry_ids) + ahead, handle.last_entry)
-        numbers = {entry_id >> PAGE_BITS for entry_id in entry_ids}
-        numbers |= set(range(max(numbers) + 1, (end >> PAGE_BITS) + 1))
-        missing = sorted(number for number in numbers if cache.get(handle.ledger, number) is None)
-        if not missing:
-            return locations
-        wanted = array("q")
-        for number in missing:
-            wanted.extend(range(number << PAGE_BITS, number + 1 << PAGE_BITS))
-        found = self.locations.locations_of(handle.ledger, wanted)
-        pages = {number: found[at << PAGE_BITS : at + 1 << PAGE_BITS] for at, number in enumerate(missing)}
-        if not handle.deleted:
-            cache.put(handle.ledger, list(pages.items()), discards)
-        for at, entry_id in enumerate(entry_ids):
-            page = pages.get(entry_id >> PAGE_BITS)
-            if page is not None:
-                locations[at] = page[entry_id & _IN_PAGE]
-        return locations
-
-    def find(self, handle: DbLedgerHandle, entry_id: int) -> Buffer | None:
-        """Return the entry if it is in memory. Raises EntryNotFound for an id after the last entry."""
-        record = WriteCache.find(handle, entry_id)
-        if record is not None:
-            self.read_cache.note(write_cache_hits=1)
-            return body_of(record)
-        if not 0 <= entry_id <= handle.last_entry:
-            raise _absent(handle, entry_id)
-        return self._find_written(handle, (entry_id,), 1)[0]
-
-    def _find_written(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        """Do what `find_all` does with entries outside the write cache."""
+    def find(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
         ledger = handle.ledger
         found = self.read_cache.get_all(ledger, entry_ids, size_max)
         missing = [number for number, body in enumerate(found) if body is None]
@@ -322,61 +225,31 @@ class SingleDirectoryDbLedgerStorage:
         if not missing:
             return found
         unread = entry_ids if len(missing) == len(entry_ids) else [entry_ids[number] for number in missing]
-        locations = self._cached_locations(handle, unread)
+        locations = self.locations.cached(handle, unread)
         if len(unread) == 1 and not locations[0] and handle.is_on_disk:
             with contextlib.suppress(BkctlError):  # the thread that looks it up raises it
                 locations = [self.locations.cached_location(ledger, unread[0])]
         if any(locations):
-            read = self.logger_of(scoped=ledger.is_scoped).read_run(ledger, unread, locations, size_max, cached=True)
+            read = self.logger_of(ledger).read_run(ledger, unread, locations, size_max, cached=True)
             self.read_cache.note(misses=len(read) - read.count(None))
             fill(found, missing, read)
         return found
 
-    def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
-        """Return the entry; for any thread. Raises EntryNotFound, OSError, Corrupt."""
-        body = self.find(handle, entry_id)
-        if body is not None:
-            return body
-        try:
-            location = self._look_up(handle, (entry_id,), 0)[0]
-        except BkctlError:  # damage of a neighbour's location is none of this entry
-            location = 0
-        location = location or self.location(handle, entry_id)
-        while location:
-            try:
-                return self._read_at(handle, entry_id, location)
-            except (FileNotFoundError, Corrupt):
-                # Compaction may have moved the entry just now, and removed the log.
-                before, location = location, self.location(handle, entry_id)
-                if location == before:
-                    raise
-        # A flush that failed meanwhile has returned its entries to the cache.
-        record = WriteCache.find(handle, entry_id)
-        if record is None:
-            raise _absent(handle, entry_id)
-        return body_of(record)
-
-    def find_all(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        """Return entries that are in memory; see LedgerStorage.find_all."""
-        if not handle.entries and not handle.flushing:
-            return self._find_written(handle, entry_ids, size_max)
-        records = WriteCache.find_all(handle, entry_ids)
-        self.read_cache.note(write_cache_hits=len(records) - records.count(None))
-        return merge_found(records, entry_ids, size_max, functools.partial(self._find_written, handle))
-
-    def read_most(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        """Return entries, most of them; see LedgerStorage.read_most."""
-        found = self.find_all(handle, entry_ids, size_max)
+    def read(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        found = self.find(handle, entry_ids, size_max)
         missing = [number for number, body in enumerate(found) if body is None]
         if len(missing) > 1 and handle.is_on_disk:
             fill(found, missing, self._read_run(handle, [entry_ids[number] for number in missing], size_max))
         return found
 
+    def count_from_table(self, count: int) -> None:
+        self.read_cache.note(write_cache_hits=count)
+
     def _read_run(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[memoryview | None]:
         ledger = handle.ledger
-        logger = self.logger_of(scoped=ledger.is_scoped)
+        logger = self.logger_of(ledger)
         try:
-            locations = self._look_up(handle, entry_ids, LOOK_AHEAD_ENTRIES)
+            locations = self.locations.look_up(handle, entry_ids, LOOK_AHEAD_ENTRIES)
         except BkctlError:
             return [None] * len(entry_ids)
         read = logger.read_run(ledger, entry_ids, locations, size_max)
@@ -388,11 +261,8 @@ class SingleDirectoryDbLedgerStorage:
             self._read_ahead(handle, entry_ids[0], entry_ids[at], end, max(end - locations[0], 0), len(last))
         return read
 
-    def _read_at(self, handle: DbLedgerHandle, entry_id: int, location: int) -> Buffer:
-        ledger = handle.ledger
-        logger = self.logger_of(scoped=ledger.is_scoped)
-        body = logger.read(location, ledger, entry_id)
-        assert body is not None
+    def read_at(self, handle: DbLedgerHandle, entry_id: int, location: int) -> Buffer:
+        body = super().read_at(handle, entry_id, location)
         self.read_cache.note(misses=1)
         self._read_ahead(handle, entry_id, entry_id, location + len(body) + RECORD_SIZE.size, 0, len(body))
         return body
@@ -415,37 +285,25 @@ class SingleDirectoryDbLedgerStorage:
         wanted = max(asked_bytes, count * (entry_bytes + RECORD_SIZE.size))
         discards = self.read_cache.discards
         with contextlib.suppress(OSError, Corrupt):
-            logger = self.logger_of(scoped=ledger.is_scoped)
-            ahead = logger.read_following(location, ledger, size_max=min(limit, wanted))
+            ahead = self.logger_of(ledger).read_following(location, ledger, size_max=min(limit, wanted))
             if ahead and not handle.deleted:
                 self.read_cache.put_ahead(ledger, ahead, discards)
                 handle.read_to = ahead[-1][0]
 
-    def logger_of(self, *, scoped: bool) -> EntryLogger:
-        """Return the entry logger of scope 0, or of all other scopes."""
-        return self.scoped_logger if scoped else self.logger
+    def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted) -> Callable[[], Iterator[int]]:
+        if not handle.is_on_disk:
+            return lambda: iter(())
+        found = self.locations.entry_ids
+        return lambda: takewhile(lambda entry_id: entry_id % _ASKED_AT_ENTRIES or is_wanted(), found(handle.ledger))
 
-    def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
-        """Return a function that yields the ids of the ledger's entries, ascending, while `is_wanted`."""
-        cached = sorted(handle.entries.keys() | handle.flushing.keys())
-        on_disk = handle.is_on_disk
-
-        def entry_ids() -> Iterator[int]:
-            last = -1
-            for entry_id in heapq.merge(cached, self.locations.entry_ids(handle.ledger) if on_disk else ()):
-                if not entry_id % _ASKED_AT_ENTRIES and not is_wanted():
-                    return
-                if entry_id != last:
-                    yield entry_id
-                    last = entry_id
-
-        return entry_ids
+    def move(self, moves: Iterable[Move]) -> None:
+        moves = list(moves)
+        self.locations.move(moves)
+        for ledger in {move.ledger for move in moves}:
+            self.discard_cached(ledger)
 
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        """Return of each (ledger, entry id, location) whether the index has it. Raises OSError, Corrupt.
-
-        A flush writes entry logs before the index, so an entry that is missing is looked up again after the flush.
-        """
+        # A flush writes entry logs before the index, so an entry that is missing is looked up again after the flush.
         wanted = [location for _, _, location in entries]
         keys = [(ledger, entry_id) for ledger, entry_id, _ in entries]
         found = self.locations.locations(keys)
@@ -458,41 +316,41 @@ class SingleDirectoryDbLedgerStorage:
 
     # --- flushes -----------------------------------------------------------------------------------------------------
 
-    def begin_flush(self) -> bool:
+    def begin_flush(
+        self,
+        entries: list[tuple[DbLedgerHandle, dict[int, bytes]]],
+        headers: dict[LedgerId, tuple[DbLedgerHandle, LedgerData]],
+    ) -> bool:
         """Take the changes to write; return whether there are any."""
-        if self.cache.size or self._changed or self._deleted:
-            headers = {ledger: (handle, _data_of(handle)) for ledger, handle in self._changed.items()}
-            self._unfinished.append(_Changes(self.cache.swap(), headers, self._deleted))
-            self._changed, self._deleted = {}, set()
+        if entries or headers or self._deleted:
+            self._unfinished.append(_Changes(entries, headers, self._deleted))
+            self._deleted = set()
         return bool(self._unfinished)
 
     def flush(self) -> None:
         """Write the taken changes, in the order that a crash at any moment needs. Raises OSError."""
         with self._flush_lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        for changes in self._unfinished:
-            if changes.located is None:
-                changes.located = self._append(changes)
-        for logger in (self.logger, self.scoped_logger):
-            logger.seal()
-            logger.write()
-            logger.sync()
-        for changes in self._unfinished:
-            if not changes.is_written:
-                self._write_indexes(changes)
-                changes.is_written = True
+            for changes in self._unfinished:
+                if changes.located is None:
+                    changes.located = self._append(changes)
+            for logger in self.loggers:
+                logger.seal()
+                logger.write()
+                logger.sync()
+            for changes in self._unfinished:
+                if not changes.is_written:
+                    self._write_indexes(changes)
+                    changes.is_written = True
 
     def _append(self, changes: _Changes) -> dict[bool, _Locations]:
         """Add the entries to the entry loggers, ledger by ledger, and write most of them while caches have them."""
         located = {False: _Locations(), True: _Locations()}
         writes = True
-        for handle, entries in changes.cached:
+        for handle, entries in changes.entries:
             if handle.deleted:
                 continue
             ledger = handle.ledger
-            logger, into = self.logger_of(scoped=ledger.is_scoped), located[ledger.is_scoped]
+            logger, into = self.logger_of(ledger), located[ledger.is_scoped]
             entry_ids = sorted(entries)
             into.locations.extend(logger.add_all(ledger, list(map(entries.__getitem__, entry_ids))))
             into.entry_ids.extend(entry_ids)
@@ -517,50 +375,39 @@ class SingleDirectoryDbLedgerStorage:
             self.locations.write(located.runs, located.entry_ids, located.locations, deleted, scoped=scoped)
             for ledger in deleted:
                 self.discard_cached(ledger)
-            end = 0
-            for ledger, count in located.runs:
-                begin, end = end, end + count
-                self._cache_written(ledger, located.entry_ids[begin:end], located.locations[begin:end])
+            for ledger, _ in located.runs:
+                self.read_cache.discard(ledger)
         headers = {ledger: data for ledger, (handle, data) in changes.headers.items() if not handle.deleted}
         self.metadata.write(headers, changes.deleted)
 
-    def end_flush(self, *, written: bool) -> None:
-        """Record that the taken changes are on disk; after a failure the next flush continues there."""
-        if written:
-            for changes in self._unfinished:
-                for handle, _ in changes.headers.values():
-                    handle.is_on_disk = True
-                    handle.header_changed = handle.ledger in self._changed
-            self.cache.finish(*(changes.cached for changes in self._unfinished))
-            self._unfinished = []
+    def end_flush(self) -> list[DbLedgerHandle]:
+        """Record that the taken changes are on disk; return the handles of which state was written."""
+        handles = [handle for changes in self._unfinished for handle, _ in changes.headers.values()]
+        self._unfinished = []
+        return handles
 
 
 class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
-    """The ledgers in the ledger and index directories of `config`."""
+    """The ledgers in the ledger and index directories of `config`, in which they stay."""
 
     writes_ahead = False
 
     def __init__(self, config: BookieConfig, files: Files) -> None:
-        self.config = config
-        indexes = config.index_or_ledger_directories
-        if len(indexes) != len(config.ledger_directories):
+        super().__init__(config, files, overhead_bytes=ENTRY_OVERHEAD_BYTES)
+        count = self._count = len(self.ledger_directories)
+        if len(self.index_directories) != count:
             raise UsageError(
-                f"DbLedgerStorage needs an index directory for each of {len(config.ledger_directories)} ledger"
-                f" directories, not {len(indexes)}"
+                f"DbLedgerStorage needs an index directory for each of {count} ledger directories, not "
+                f"{len(self.index_directories)}"
             )
         self.directories = [
-            SingleDirectoryDbLedgerStorage(Path(ledgers) / CURRENT, Path(index) / CURRENT, config, files)
-            for ledgers, index in zip(config.ledger_directories, indexes, strict=True)
+            SingleDirectoryDbLedgerStorage(
+                ledgers, index, config, files, functools.partial(self._open_loggers, [ledgers])
+            )
+            for ledgers, index in zip(self.ledger_directories, self.index_directories, strict=True)
         ]
-        self._count = len(self.directories)
-        self.handles = {}
-        self._cache_size_max = config.db_storage_write_cache_max_size_mb << 20
-        self._flush_size = self._cache_size_max // (2 * self._count)
-
-    @property
-    def unwritten_bytes_max(self) -> int:
-        """Return dbStorage_writeCacheMaxSizeMb in bytes: the size of both halves of the write cache."""
-        return self._cache_size_max
+        # Of both halves of the write cache: one is filled while the other is flushed.
+        self.unwritten_bytes_max = config.db_storage_write_cache_max_size_mb << 20
 
     def open(self) -> None:
         opened: list[SingleDirectoryDbLedgerStorage] = []
@@ -576,9 +423,8 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
             raise
         for directory in self.directories:
             directory.needs_integrity_check = self.needs_integrity_check
-        self.entry_loggers = [
-            logger for directory in self.directories for logger in (directory.logger, directory.scoped_logger)
-        ]
+        self.indexes = self.directories
+        self.location_indexes = [directory.locations for directory in self.directories]
         self._warn_of_misplaced()
 
     def _warn_of_misplaced(self) -> None:
@@ -611,128 +457,45 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         return self._directory(ledger).load(ledger)
 
     def blank(self, ledger: LedgerId) -> DbLedgerHandle:
-        return DbLedgerHandle(self._directory(ledger), ledger, b"")
+        return DbLedgerHandle(self._directory(ledger), ledger)
 
-    def change_header(self, handle: DbLedgerHandle) -> None:
-        handle.directory.change(handle)
+    def _delete_index(self, handle: DbLedgerHandle) -> None:
+        handle.index.delete(handle.ledger)
 
-    def delete_ledger(self, handle: DbLedgerHandle) -> None:
-        self.handles.pop(handle.ledger, None)
-        handle.directory.delete(handle)
-
-    def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
-        new = sorted(
-            ledger
-            for ledger, handle in tuple(self.handles.items())
-            if not handle.is_on_disk and (scope is None or ledger.scope_id == scope)
-        )
-        last = None
-        for ledger in heapq.merge(new, *(directory.metadata.ledger_ids(scope) for directory in self.directories)):
-            if ledger != last and (ledger in self.handles or not self._directory(ledger).is_deleted(ledger)):
-                yield ledger
-            last = ledger
-
-    def has_scoped_ledgers(self) -> bool:
-        return any(directory.metadata.has_scoped or directory.scoped_logger.log_ids for directory in self.directories)
-
-    # --- entries -----------------------------------------------------------------------------------------------------
-
-    def add(self, handle: DbLedgerHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
-        handle.directory.cache.add(handle, entry_ids, records, size)
-        last = entry_ids[0] if len(entry_ids) == 1 else max(entry_ids)
-        if last > handle.last_entry:
-            handle.last_entry = last
-
-    def has(self, handle: DbLedgerHandle, entry_id: int) -> bool:
-        if not 0 <= entry_id <= handle.last_entry:
-            return False
-        return WriteCache.find(handle, entry_id) is not None or handle.directory.location(handle, entry_id) != 0
-
-    def find(self, handle: DbLedgerHandle, entry_id: int) -> Buffer | None:
-        return handle.directory.find(handle, entry_id)
-
-    def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
-        return handle.directory.read(handle, entry_id)
-
-    def find_all(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        return handle.directory.find_all(handle, entry_ids, size_max)
-
-    def read_most(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        return handle.directory.read_most(handle, entry_ids, size_max)
-
-    def entry_ids(self, handle: DbLedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
-        return handle.directory.entry_ids(handle, is_wanted)
+    def _indexed_ledgers(self, scope: int | None) -> Iterator[LedgerId]:
+        ledgers = heapq.merge(*(directory.metadata.ledger_ids(scope) for directory in self.directories))
+        return (ledger for ledger in ledgers if not self._directory(ledger).is_deleted(ledger))
 
     # --- flushes -----------------------------------------------------------------------------------------------------
 
     @property
-    def unwritten_bytes(self) -> int:
-        return sum(directory.cache.size + directory.cache.flushing_size for directory in self.directories)
-
-    @property
     def is_flush_due(self) -> bool:
-        return any(directory.cache.size >= self._flush_size for directory in self.directories)
+        return self.table.current.size >= self.unwritten_bytes_max // 2
 
     def begin_flush(self) -> list[SingleDirectoryDbLedgerStorage] | None:
-        return [directory for directory in self.directories if directory.begin_flush()] or None
+        entries: dict[EntryIndex[DbLedgerHandle], list[tuple[DbLedgerHandle, dict[int, bytes]]]] = defaultdict(list)
+        headers: dict[EntryIndex[DbLedgerHandle], dict[LedgerId, tuple[DbLedgerHandle, LedgerData]]] = defaultdict(dict)
+        taken = self.table.current.ledgers
+        if self.table.snapshot():
+            for handle in sorted(taken, key=lambda handle: handle.ledger):
+                entries[handle.index].append((handle, taken[handle]))
+        changed, self._changed = self._changed, {}
+        for ledger, handle in changed.items():
+            headers[handle.index][ledger] = handle, _data_of(handle)
+        return [each for each in self.directories if each.begin_flush(entries[each], headers[each])] or None
 
     def flush(self, flush: list[SingleDirectoryDbLedgerStorage]) -> None:
         for directory in flush:
             directory.flush()
 
     def end_flush(self, flush: list[SingleDirectoryDbLedgerStorage], *, written: bool) -> None:
-        for directory in flush:
-            directory.end_flush(written=written)
         if written:
-            self._evict_handles()
-
-    def _evict_handles(self) -> None:
-        surplus = len(self.handles) - self.config.open_file_limit
-        if surplus <= 0:
-            return
-        for handle in list(self.handles.values()):
-            if not self._is_in_use(handle):
-                del self.handles[handle.ledger]
-                surplus -= 1
-                if surplus == 0:
-                    break
-
-    def _is_in_use(self, handle: DbLedgerHandle) -> bool:
-        return super()._is_in_use(handle) or bool(handle.entries or handle.flushing)
-
-    # --- garbage collection ------------------------------------------------------------------------------------------
-
-    def set_writable(self, numbers: list[int]) -> None:
-        """Do nothing: a ledger stays in its directory. Source: DbLedgerStorage."""
-
-    def _owner(self, logger: EntryLogger) -> SingleDirectoryDbLedgerStorage:
-        """Return the directory of an entry logger: its databases alone point into the logs.
-
-        They may have ledgers that reads look for in another directory, since directories were added or reordered.
-        """
-        return next(owner for owner in self.directories if logger in (owner.logger, owner.scoped_logger))
-
-    def update_locations(self, logger: EntryLogger, moves: Iterable[Move]) -> None:
-        directory, moves = self._owner(logger), list(moves)
-        directory.locations.move(moves)
-        for ledger in {move.ledger for move in moves}:
-            directory.discard_cached(ledger)
-
-    def live(self, logger: EntryLogger, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        return self._owner(logger).live(entries)
-
-    def compact_locations(self, paths: Collection[str] = (), is_wanted: IsWanted = always) -> None:
-        for directory in self.directories:
-            directory.locations.compact(paths, is_wanted)
-
-    def location_compactions(self) -> dict[str, bool]:
-        return {
-            path: is_running for directory in self.directories for path, is_running in directory.locations.compactions()
-        }
-
-
-_IN_PAGE: Final = (1 << PAGE_BITS) - 1
-_NO_LOCATIONS: Final = array("q", bytes(8 << PAGE_BITS))
+            for directory in flush:
+                for handle in directory.end_flush():
+                    handle.is_on_disk = True
+                    handle.header_changed = self._changed.get(handle.ledger) is handle
+            for snapshot in self.table.snapshots:
+                self.table.drop(snapshot)
 
 
 def _data_of(handle: DbLedgerHandle) -> LedgerData:
@@ -745,7 +508,11 @@ def _data_of(handle: DbLedgerHandle) -> LedgerData:
     )
 
 
-def _absent(handle: DbLedgerHandle, entry_id: int) -> BkctlError:
-    if handle.unknown:
-        return UnknownLedgerState(f"Ledger {handle.ledger} awaits a data integrity check: entry {entry_id} may be lost")
-    return EntryNotFound(f"No entry {entry_id} of ledger {handle.ledger} on this bookie")
+def _check_pair(ledgers: Path, locations: Path) -> None:
+    """Raise Corrupt if one database is missing and the other has ledgers: both exist before one is used."""
+    has_ledgers, has_locations = ((path / "CURRENT").exists() for path in (ledgers, locations))
+    if has_ledgers != has_locations:
+        missing, kind = (locations, LedgersDatabase) if has_ledgers else (ledgers, LocationsDatabase)
+        with kind.open(ledgers if has_ledgers else locations) as database:
+            if next(database.ledger_ids(), None) is not None:
+                raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")

@@ -28,11 +28,9 @@ def open_ledger_storage(
         from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage
 
         return DbLedgerStorage(config, files)
-    from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
     from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 
-    storage = SortedLedgerStorage if config.ledger_storage == "sorted" else InterleavedLedgerStorage
-    return storage(config, files, chance=chance)
+    return SortedLedgerStorage(config, files, chance=chance)
 
 
 def check_index(config: BookieConfig) -> None:

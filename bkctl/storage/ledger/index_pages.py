@@ -7,7 +7,6 @@ Source: IndexInMemPageMgr, LedgerEntryPage.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import threading
 from array import array
@@ -19,7 +18,7 @@ from typing import Final
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import Move
 from bkctl.storage.ledger.index_persistence import SWAP, IndexedHandle, IndexPersistenceMgr
-from bkctl.storage.ledger.ledger_storage import IsWanted, NeedsDisk, always
+from bkctl.storage.ledger.ledger_handle import IsWanted, always
 
 #: Pages in memory without a `pageLimit`.
 PAGES_MAX: Final = 65_536
@@ -86,58 +85,29 @@ class IndexInMemPageMgr:
 
     # --- locations ---------------------------------------------------------------------------------------------------
 
-    def put(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
-        """Set the locations of entries (0 … ENTRY_ID_MAX, in any order) of one ledger, in one thread at a time.
-
-        Raises OSError; then the locations in earlier pages are set.
-        """
-        first = last = entry_ids[0]
-        if len(entry_ids) > 1:
-            first, last = min(entry_ids), max(entry_ids)
-        number = first // self._slots
-        if last < (number + 1) * self._slots:
-            self._put_in_page(handle, number, entry_ids, locations)
-        else:
-            start = 0
-            for number, in_page in groupby(entry_ids, self.page_number):
-                run = list(in_page)
-                self._put_in_page(handle, number, run, locations[start : start + len(run)])
-                start += len(run)
-        if last > handle.indexed_last:
-            handle.indexed_last = last
-
-    def prepare(self, handle: IndexedHandle, entry_ids: Sequence[int], *, waits: bool = False) -> None:
-        """Mark the pages of entries as changed, so that `put` need not wait for the disk.
-
-        Raises NeedsDisk for a page that has to be read from the ledger's file; reads it if `waits`, and raises OSError,
-        Corrupt.
-        """
-        number = entry_ids[0] // self._slots
-        if len(entry_ids) > 1 and not min(entry_ids) // self._slots == number == max(entry_ids) // self._slots:
-            for number in dict.fromkeys(map(self.page_number, entry_ids)):
-                self._page_to_change(handle, number, waits=waits)
-        elif number != handle.page_number:
-            handle.page = self._page_to_change(handle, number, waits=waits)
-            handle.page_number = number
-
-    def _put_in_page(
-        self, handle: IndexedHandle, number: int, entry_ids: Sequence[int], locations: Sequence[int]
-    ) -> None:
+    def prepare(self, handle: IndexedHandle, entry_id: int) -> None:
+        """Mark the page of an entry as changed, read from the ledger's file if need be. Raises OSError, Corrupt."""
+        number = entry_id // self._slots
         if number != handle.page_number:
             handle.page = self._page_to_change(handle, number)
             handle.page_number = number
-        page = handle.page
-        start = number * self._slots
-        first, count = entry_ids[0], len(entry_ids)
+
+    def put(self, handle: IndexedHandle, entry_ids: Sequence[int], locations: Sequence[int]) -> None:
+        """Set the locations of entries of one page, ascending, in one thread at a time. Raises what `prepare` does."""
+        self.prepare(handle, entry_ids[0])
+        first, last, page = entry_ids[0], entry_ids[-1], handle.page
+        start = handle.page_number * self._slots
         with self._lock:
-            if first - start == len(page) and (count == 1 or entry_ids == [*range(first, first + count)]):
+            if first - start == len(page) and last - first + 1 == len(entry_ids):
                 page.extend(locations)
-                return
-            missing = max(entry_ids) - start + 1 - len(page)
-            if missing > 0:
-                page.frombytes(bytes(missing * 8))
-            for entry_id, location in zip(entry_ids, locations, strict=True):
-                page[entry_id - start] = location
+            else:
+                missing = last - start + 1 - len(page)
+                if missing > 0:
+                    page.frombytes(bytes(missing * 8))
+                for entry_id, location in zip(entry_ids, locations, strict=True):
+                    page[entry_id - start] = location
+        if last > handle.indexed_last:
+            handle.indexed_last = last
 
     def page_number(self, entry_id: int) -> int:
         """Return the number of the page with the entry's location."""
@@ -151,12 +121,6 @@ class IndexInMemPageMgr:
         """Return the entry's location, 0 for none. Raises OSError."""
         number, slot = divmod(entry_id, self._slots)
         return _location(self._load((ledger, number)), slot)
-
-    def cached_location(self, ledger: LedgerId, entry_id: int) -> int | None:
-        """Return the entry's location, 0 for none; None if that needs the disk."""
-        number, slot = divmod(entry_id, self._slots)
-        page = self._pages.get((ledger, number))
-        return None if page is None else _location(page, slot)
 
     def cached_locations(self, ledger: LedgerId, entry_ids: Sequence[int]) -> list[int]:
         """Return the locations of entries of one ledger, 0 for none, and where that needs the disk."""
@@ -230,11 +194,8 @@ class IndexInMemPageMgr:
                     self._evict()
                     return page
 
-    def _page_to_change(self, handle: IndexedHandle, number: int, *, waits: bool = True) -> array[int]:
-        """Return the page in memory, marked as changed: the next flush writes it.
-
-        With `waits` False, raises NeedsDisk in place of reading the page from its file.
-        """
+    def _page_to_change(self, handle: IndexedHandle, number: int) -> array[int]:
+        """Return the page in memory, marked as changed: the next flush writes it."""
         key = handle.ledger, number
         is_new = number * self._slots > handle.indexed_last
         page = array("Q") if is_new else None
@@ -255,8 +216,6 @@ class IndexInMemPageMgr:
                     return page
                 generation = self._generation
             if not is_new:
-                if not waits:
-                    raise NeedsDisk(handle.ledger, functools.partial(self._load, key))
                 page = self._persistence.read_page(*key)
 
     def _evict(self) -> None:

@@ -26,8 +26,7 @@ from bkctl.errors import Corrupt
 from bkctl.formats import index as formats
 from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_logger import OpenLog
-from bkctl.storage.ledger.ledger_storage import LedgerHandle
+from bkctl.storage.ledger.ledger_handle import LedgerHandle
 
 SWAP: Final = sys.byteorder == "little"
 #: Fingerprint, version, key length, master key, state bits.
@@ -53,18 +52,13 @@ class IndexFileFailed(OSError):
 class IndexedHandle(LedgerHandle):
     """A ledger whose index file is, or will be, at `index_path`. `indexed_last` is the highest entry id in its pages.
 
-    `page` has the last added entry, `page_number` is its number, −1 when it may have left memory. `entries` are the
-    ledger's entries in the memtable `table`, `log_bytes` its bytes in the open entry log `log`.
+    `page` has the last added entry, `page_number` is its number, −1 when it may have left memory.
     """
 
     index_path: Path
     indexed_last: int = -1
     page: array[int] = field(default_factory=lambda: array("Q"))
     page_number: int = -1
-    table: object = None
-    entries: dict[int, bytes] = field(default_factory=dict)
-    log: OpenLog | None = None
-    log_bytes: int = 0
 
 
 class IndexPersistenceMgr:

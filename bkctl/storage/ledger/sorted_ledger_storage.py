@@ -1,101 +1,119 @@
 """SortedLedgerStorage: entries go through a memtable to the entry logs, sorted by ledger and entry; Java's default.
 
 So the entries of one ledger are next to each other. The memtable is written, unsynced, when it reaches
-`skipListSizeLimit`, and with each flush. Entry logs, index and flushes have InterleavedLedgerStorage's guarantees.
-Source: SortedLedgerStorage, EntryMemTable; BP-35.
+`skipListSizeLimit`, and with each flush. As InterleavedLedgerStorage, the memtable is written as soon as it has one
+chunk, so that entries are in the logs about in the order of arrival.
+Source: SortedLedgerStorage, InterleavedLedgerStorage, EntryMemTable; BP-35.
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
+import logging
 import random
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Iterator
+from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
-from bkctl.errors import BkctlError, BookieIOError
-from bkctl.formats.layout import Buffer
-from bkctl.formats.record import body_of
+from bkctl.errors import BkctlError, BookieIOError, Unsupported
+from bkctl.formats.index import ENTRY_ID_MAX, index_path
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_logger import EntryLogger, Move
-from bkctl.storage.ledger.entry_mem_table import EntryMemTable, Snapshot
-from bkctl.storage.ledger.index_pages import ChangedPages
-from bkctl.storage.ledger.index_persistence import IndexedHandle
-from bkctl.storage.ledger.interleaved_ledger_storage import IndexFlush, InterleavedLedgerStorage
-from bkctl.storage.ledger.ledger_storage import (
-    CHUNK_SIZE_BYTES,
-    UNWRITTEN_BYTES_MAX,
-    IsWanted,
-    always,
-    merge_found,
-)
+from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.ledger.entry_mem_table import Snapshot
+from bkctl.storage.ledger.index_files import IndexFiles
+from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
+from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
+from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTES_MAX, LedgerStorage
+
+log: Final = logging.getLogger("bkctl.bookie")
 
 
-class SortedLedgerStorage(InterleavedLedgerStorage):
+class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
     """The ledgers in the ledger and index directories of `config`; `chance` picks directories.
 
     `_place_lock` guards the entry loggers and the changes of pages, `_index_lock` the files of the index. A thread that
     needs both takes them in this order.
     """
 
+    entry_id_max = ENTRY_ID_MAX
+
     def __init__(self, config: BookieConfig, files: Files, *, chance: random.Random | None = None) -> None:
-        super().__init__(config, files, chance=chance)
-        self.table = EntryMemTable()
-        self._size_limit = config.skip_list_size_limit
+        if config.entry_log_per_ledger_enabled:
+            raise Unsupported(
+                "An entry log for each ledger", hint="entryLogPerLedgerEnabled=false: all ledgers share entry logs"
+            )
+        super().__init__(config, files)
+        self._size_limit = config.skip_list_size_limit if config.ledger_storage == "sorted" else CHUNK_SIZE_BYTES
+        self.unwritten_bytes_max = max(UNWRITTEN_BYTES_MAX, 2 * self._size_limit)
+        self._writable = list(range(len(self.ledger_directories)))
+        self._index_writable = list(range(len(self.index_directories)))
+        #: Ledger directories that refused a write for want of space, whatever free space they report.
+        self._refused: set[int] = set()
+        self._stays_in: list[int] = []
+        self._chance = chance or random.Random()
+        self.persistence = IndexPersistenceMgr(
+            self.index_directories,
+            files,
+            page_size=config.page_size,
+            open_file_limit=config.open_file_limit,
+            version=config.file_info_format_version_to_write,
+            pick_directory=lambda: self._chance.choice(self._index_writable or range(len(self.index_directories))),
+            is_writable=lambda number: number in self._index_writable,
+        )
+        self.pages = IndexInMemPageMgr(self.persistence, page_size=config.page_size, page_limit=config.page_limit)
         self._place_lock = threading.Lock()
         self._index_lock = threading.Lock()
-        self._directories_to_stay_in: list[int] = []
 
-    # --- entries -----------------------------------------------------------------------------------------------------
+    def open(self) -> None:
+        for directory in (*self.ledger_directories, *self.index_directories):
+            self.files.make_directory(directory)
+        self.persistence.prune()
+        loggers = self._open_loggers(self.ledger_directories)
+        self.index = IndexFiles(self.persistence, self.pages, loggers, self.handles)
+        self.indexes = [self.index]
 
-    def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
-        self.table.add(handle, entry_ids, records, size)
-        last = entry_ids[0] if len(entry_ids) == 1 else max(entry_ids)
-        if last > handle.last_entry:
-            handle.last_entry = last
+    def close(self) -> None:
+        for logger in self.entry_loggers:
+            logger.close()
 
-    def has(self, handle: IndexedHandle, entry_id: int) -> bool:
-        return self.table.find(handle, entry_id) is not None or super().has(handle, entry_id)
+    def _pick_directory(self) -> int:
+        writable = self._writable or range(len(self.ledger_directories))
+        return self._chance.choice([number for number in writable if number not in self._refused] or writable)
 
-    def find(self, handle: IndexedHandle, entry_id: int) -> Buffer | None:
-        record = self.table.find(handle, entry_id)
-        return super().find(handle, entry_id) if record is None else body_of(record)
+    def set_writable(self, ledger_numbers: list[int], index_numbers: list[int]) -> None:
+        self._index_writable = index_numbers
+        if ledger_numbers != self._writable:
+            self._writable = self._stays_in = ledger_numbers
+            self._refused.clear()
 
-    def read(self, handle: IndexedHandle, entry_id: int) -> Buffer:
-        record = self.table.find(handle, entry_id)
-        return super().read(handle, entry_id) if record is None else body_of(record)
+    # --- ledgers -----------------------------------------------------------------------------------------------------
 
-    def find_all(self, handle: IndexedHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        return self._with_table(super().find_all, handle, entry_ids, size_max)
+    def load(self, ledger: LedgerId) -> IndexedHandle:
+        return self._indexed(self.persistence.load(ledger) or self.persistence.create(ledger))
 
-    def read_most(self, handle: IndexedHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        return self._with_table(super().read_most, handle, entry_ids, size_max)
+    def blank(self, ledger: LedgerId) -> IndexedHandle:
+        return self._indexed(IndexedHandle(ledger, b"", self.index_directories[0] / index_path(ledger)))
 
-    def _with_table(
-        self,
-        read: Callable[[IndexedHandle, Sequence[int], int], list[Buffer | None]],
-        handle: IndexedHandle,
-        entry_ids: Sequence[int],
-        size_max: int,
-    ) -> list[Buffer | None]:
-        """Return entries from the memtable, and what `read` returns of the others."""
-        if not self.table.holds(handle):
-            return read(handle, entry_ids, size_max)
-        records = self.table.find_all(handle, entry_ids)
-        return merge_found(records, entry_ids, size_max, functools.partial(read, handle))
+    def _indexed(self, handle: IndexedHandle) -> IndexedHandle:
+        handle.index = self.index
+        return handle
 
-    def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
-        recent = self.table.entry_ids(handle)
-        indexed = super().entry_ids(handle, is_wanted)
-        return lambda: map(itemgetter(0), groupby(heapq.merge(sorted(recent), indexed())))
+    def _delete_index(self, handle: IndexedHandle) -> None:
+        self.index.delete(handle.ledger)
 
-    def _is_in_use(self, handle: IndexedHandle) -> bool:
-        return super()._is_in_use(handle) or self.table.holds(handle)
+    def unused(self) -> list[LedgerId]:
+        unused = super().unused()
+        # In this order: entries that leave the memtable meanwhile are in changed pages before.
+        changed = self.pages.changed_ledgers()
+        return [ledger for ledger in unused if ledger not in changed]
+
+    def _indexed_ledgers(self, scope: int | None) -> Iterator[LedgerId]:
+        found = self.persistence.ledgers()
+        if scope is not None:
+            found = {value for value in found if value >> 64 == scope}
+        return map(LedgerId.from_value, sorted(found))
 
     # --- from memory to the logs -------------------------------------------------------------------------------------
 
@@ -103,12 +121,9 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
     def unwritten_bytes(self) -> int:
         return self.table.size + self.pages.surplus_bytes
 
-    @property
-    def unwritten_bytes_max(self) -> int:
-        return max(UNWRITTEN_BYTES_MAX, 2 * self._size_limit)
-
     def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
-        enough = self._size_limit if least >= CHUNK_SIZE_BYTES else least
+        # While earlier ones are not written, a snapshot is larger: reads look into each of them.
+        enough = self._size_limit * (1 + len(self.table.snapshots)) if least >= CHUNK_SIZE_BYTES else least
         return self.table.current.size >= enough and self.table.snapshot()
 
     def write_entries(self) -> None:
@@ -116,9 +131,10 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
             self._write_snapshots()
 
     def _write_snapshots(self) -> None:
-        if self._directories_to_stay_in:
-            super()._stay_in(self._directories_to_stay_in)
-            self._directories_to_stay_in = []
+        if self._stays_in:
+            for logger in self.entry_loggers:
+                logger.stay_in(self._stays_in)
+            self._stays_in = []
         refused: set[IndexedHandle] = set()
         for snapshot in self.table.snapshots:
             if not snapshot.is_sorted:
@@ -129,7 +145,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
             snapshot.unplaced = []
             while snapshot.todo:
                 handle, entry_ids = snapshot.todo[-1]
-                logger = self._scoped_logger if handle.ledger[0] else self._logger
+                logger = self.index.logger_of(handle.ledger)
                 is_placed = handle.deleted or (
                     handle not in refused and self._place_run(logger, handle, entry_ids, snapshot.ledgers[handle])
                 )
@@ -147,7 +163,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
         if unplaced_bytes > self._size_limit:
             raise BookieIOError(f"The disk refuses the index of entries of {unplaced_bytes} bytes")
 
-    def _runs(self, snapshot: Snapshot) -> Iterator[tuple[IndexedHandle, list[int]]]:
+    def _runs(self, snapshot: Snapshot[IndexedHandle]) -> Iterator[tuple[IndexedHandle, list[int]]]:
         """Yield the snapshot's entries in order, one run a ledger and index page."""
         pages = self.pages
         for handle in sorted(snapshot.ledgers, key=lambda handle: handle.ledger):
@@ -165,11 +181,11 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
         if self.pages.is_full:
             self._write_changed_pages()
         try:
-            self.pages.prepare(handle, entry_ids, waits=True)
+            self.pages.prepare(handle, entry_ids[0])
         except (OSError, BkctlError) as error:
             if isinstance(error, OSError) and error.errno in NO_SPACE:
                 raise
-            self._refuse_entries(handle, error)
+            self.index.refuse_entries(handle, error)
             return False
         records = list(map(entries.__getitem__, entry_ids))
         self.pages.put(handle, entry_ids, logger.add_all(handle.ledger, records))
@@ -177,47 +193,35 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
 
     def _write_logs(self) -> None:
         for logger in self.entry_loggers:
-            logger.seal()
-            self._write_log(logger)
+            while True:
+                logger.seal()  # entries that left a full directory, too: the memtable is about to forget them
+                try:
+                    logger.write()
+                except OSError as error:
+                    if error.errno not in NO_SPACE or not self._relocate():
+                        raise
+                    log.warning(
+                        "%s accepts no more writes (%s): its entries go to another ledger directory",
+                        error.filename or "A disk", error.strerror,
+                    )  # fmt: skip
+                else:
+                    break
 
-    def _write_log(self, logger: EntryLogger) -> None:
-        while True:
-            try:
-                logger.write()
-            except OSError as error:
-                if error.errno not in NO_SPACE or not self._relocate():
-                    raise
-            else:
-                return
+    def _relocate(self) -> bool:
+        """Move the entries that a full disk refused to logs in other directories; return whether any moved."""
+        relocated = False
+        for logger in self.entry_loggers:
+            full = logger.full_directory
+            if full is not None:
+                self._refused.add(logger.directories.index(full))
+                if not self._refused.issuperset(self._writable):
+                    relocated = logger.relocate(self.index.move) or relocated
+        return relocated
 
     def _write_changed_pages(self) -> None:
         self._write_logs()
         with self._index_lock:
-            self._write_taken({}, self.pages.take_changes())
-
-    def _write_taken(self, headers: dict[IndexedHandle, bytes], pages: ChangedPages) -> dict[LedgerId, Exception]:
-        """Do what `_write_index` does once the entries of `pages`, which the logs have, are synced."""
-        failed: dict[LedgerId, Exception] | None = None
-        try:
-            self._sync_logs()
-            failed = self._write_index(headers, pages)
-        finally:
-            self.pages.finish(written=failed is not None, failed=failed or ())
-        return failed
-
-    def _stay_in(self, numbers: list[int]) -> None:
-        self._directories_to_stay_in = numbers
-
-    def leave_full_disk(self) -> bool:
-        return False  # `_write_log` has left it already, where it could
-
-    def update_locations(self, logger: EntryLogger, moves: Iterable[Move]) -> None:
-        super().update_locations(logger, moves)
-        if self.pages.is_full and self._place_lock.acquire(blocking=False):
-            try:
-                self._write_changed_pages()
-            finally:
-                self._place_lock.release()
+            self.index.write({}, self.pages.take_changes())
 
     # --- flushes -----------------------------------------------------------------------------------------------------
 
@@ -225,22 +229,31 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
     def is_flush_due(self) -> bool:
         return self.pages.is_flush_due
 
-    def begin_flush(self) -> IndexFlush | None:
+    def begin_flush(self) -> dict[IndexedHandle, bytes] | None:
+        """Return the changed headers."""
         self.table.snapshot()
-        if not self.table.snapshots and not self._has_changes():
+        if not (self.table.snapshots or self._changed or not self.pages.is_clean or self.persistence.has_doomed):
             return None
-        return IndexFlush(self._take_headers(), {})
+        changed, self._changed = self._changed, {}
+        return {handle: self.persistence.header_of(handle) for handle in changed.values()}
 
-    def flush(self, flush: IndexFlush) -> None:
+    def flush(self, flush: dict[IndexedHandle, bytes]) -> None:
         with self._place_lock:
             self._write_snapshots()
             unplaced = {handle.ledger for snapshot in self.table.snapshots for handle, _ in snapshot.unplaced}
             self._index_lock.acquire()
             pages = self.pages.take_changes()
         try:
-            self._note_unwritten(unplaced.union(self._write_taken(flush.headers, pages)))
+            self.unwritten = frozenset(unplaced.union(self.index.write(flush, pages)))
         finally:
             self._index_lock.release()
+        self.index.accept_entries(self.unwritten)
 
-    def end_flush(self, flush: IndexFlush, *, written: bool) -> None:
-        self._finish_headers(flush, written=written)
+    def end_flush(self, flush: dict[IndexedHandle, bytes], *, written: bool) -> None:
+        for handle in flush:
+            if not handle.deleted and (not written or handle.ledger in self.unwritten):
+                self.change_header(handle)
+            else:
+                handle.header_changed = self._changed.get(handle.ledger) is handle
+        if written:
+            self.index.return_borrowed()

@@ -47,6 +47,7 @@ from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_logger import Move
 from bkctl.storage.ledger.db_indexes import EntryLocationIndex
 from bkctl.storage.ledger.db_ledger_storage import DbLedgerHandle, DbLedgerStorage
+from bkctl.storage.ledger.ledger_handle import always
 
 PLAIN, SCOPED = LedgerId(0, 4), LedgerId(7, 4)
 
@@ -75,9 +76,11 @@ def abandon(storage: BookieStorage) -> None:
 @contextlib.contextmanager
 def storage_without_locations(handle: DbLedgerHandle) -> Iterator[None]:
     """Let every look-up in the locations of the ledger's directory fail the test: RocksDB has nothing in memory."""
-    directory = handle.directory
+    directory = handle.index
     locations = directory.locations
-    directory.locations = SimpleNamespace(cached_location=lambda *_: 0)  # type: ignore[assignment]
+    directory.locations = SimpleNamespace(  # type: ignore[assignment]
+        cached_location=lambda *_: 0, cached=locations.cached, cache=locations.cache
+    )
     yield
     directory.locations = locations
 
@@ -93,7 +96,7 @@ def body_of(ledger: LedgerId, entry_id: int, size: int = 20) -> bytes:
 
 def keep(storage: BookieStorage, handle: Any, entry_id: int, body: bytes) -> None:
     record = record_of(body)
-    storage.ledgers.add(handle, [entry_id], [record], len(record))
+    storage.ledgers.table.add(handle, [entry_id], [record], len(record))
 
 
 def add(storage: BookieStorage, ledger: LedgerId, *entry_ids: int, size: int = 20) -> None:
@@ -104,7 +107,7 @@ def add(storage: BookieStorage, ledger: LedgerId, *entry_ids: int, size: int = 2
 def entry_ids(storage: BookieStorage, ledger: LedgerId) -> list[int]:
     handle = storage.get(ledger)
     assert handle is not None
-    return list(storage.ledgers.entry_ids(handle)())
+    return list(storage.ledgers.reader.entry_ids(handle)())
 
 
 def locations(root: Path, ledger: LedgerId, directory: int = 0) -> dict[int, int]:
@@ -124,12 +127,12 @@ def test_entries_are_readable_in_every_state(tmp_path: Path, ledger: LedgerId) -
         assert handle.last_entry == max(ids)
         assert entry_ids(storage, ledger) == sorted(ids)
         for entry_id in range(12):
-            assert storage.ledgers.has(handle, entry_id) == (entry_id in ids)
+            assert storage.ledgers.reader.has(handle, entry_id) == (entry_id in ids)
             if entry_id in ids:
                 assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
             else:
                 with pytest.raises(EntryNotFound):
-                    storage.ledgers.read(handle, entry_id)
+                    storage.ledgers.reader.read(handle, entry_id)
         assert bytes(storage.read_entry(ledger, -1)) == body_of(ledger, max(ids))
 
     add(storage, ledger, 3, 0, 5)
@@ -364,12 +367,12 @@ def test_recreated_ledger_has_no_old_entries(tmp_path: Path, batch: int, monkeyp
     keep(storage, handle, 4, body_of(PLAIN, 4))
 
     def expect() -> None:
-        assert [each for each in range(6) if storage.ledgers.has(handle, each)] == [2, 4]
+        assert [each for each in range(6) if storage.ledgers.reader.has(handle, each)] == [2, 4]
         assert entry_ids(storage, PLAIN) == [2, 4]
-        assert bytes(storage.ledgers.read(handle, 2)) == body_of(PLAIN, 2, 99)
+        assert bytes(storage.ledgers.reader.read(handle, 2)) == body_of(PLAIN, 2, 99)
         for absent in (0, 1, 3):
             with pytest.raises(EntryNotFound):
-                storage.ledgers.read(handle, absent)
+                storage.ledgers.reader.read(handle, absent)
 
     expect()
     storage.checkpoints.write(checkpoint)
@@ -418,7 +421,7 @@ def test_next_flush_completes_a_failed_one(tmp_path: Path, kind: str, path: str)
     assert storage.ledgers.unwritten_bytes == before
     if kind == "sync":
         with pytest.raises(OSError, match="not in the index yet"):
-            storage.ledgers.live(storage.ledgers.entry_loggers[0], [(PLAIN, 0, 1 << 32 | 1028)])
+            storage.ledgers.indexes[0].live([(PLAIN, 0, 1 << 32 | 1028)])
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 1, 2)
         assert entry_ids(storage, ledger) == [0, 1, 2]
@@ -541,7 +544,7 @@ def test_finds_neighbours_of_read_entries_in_the_page_cache(
     storage.run_checkpoint()
     handle = storage.get(ledger)
     assert isinstance(handle, DbLedgerHandle)
-    monkeypatch.setattr(handle.directory.locations, "cached_location", lambda *_: 0)
+    monkeypatch.setattr(handle.index.locations, "cached_location", lambda *_: 0)
     assert storage.find(handle, 20) is None
     storage.read(handle, 20)
     with storage_without_locations(handle):
@@ -571,7 +574,7 @@ def test_finds_single_entries_whose_locations_rocksdb_has_in_memory(tmp_path: Pa
     handle = storage.ledgers.load(ledger)
     storage.ledgers.create(handle, b"another key")
     keep(storage, handle, 38, body_of(ledger, 38, 99))
-    assert storage.ledgers.find(handle, 4) is None, "the next flush deletes it"
+    assert storage.ledgers.reader.find(handle, 4) is None, "the next flush deletes it"
     storage.close()
 
 
@@ -652,7 +655,7 @@ def test_locations_looked_up_before_a_flush_are_not_cached(tmp_path: Path, monke
     storage.run_checkpoint()
     handle = storage.get(PLAIN)
     assert isinstance(handle, DbLedgerHandle)
-    handle.directory.discard_cached(PLAIN)
+    handle.index.discard_cached(PLAIN)
     digests = digests_of(PLAIN)
     copy = digests.seal(0, -1, 40, b"\1" * 20) + b"\1" * 20
     real = EntryLocationIndex.locations_of
@@ -718,15 +721,15 @@ def test_reads_moved_entries(tmp_path: Path, ledger: LedgerId) -> None:
     assert isinstance(storage.ledgers, DbLedgerStorage)
     directory = storage.ledgers.directories[ledger.value % 2]
     old = {entry_id: directory.locations.location(ledger, entry_id) for entry_id in range(3)}
-    logger = directory.logger_of(scoped=ledger.is_scoped)
+    logger = directory.logger_of(ledger)
     log = logger.open_compaction_log()
     new = {entry_id: log.add(ledger, body_of(ledger, entry_id)) for entry_id in (0, 1)}
     log.finish()
     moves = [Move(ledger, 0, old[0], new[0]), Move(ledger, 1, old[1] + 1, new[1]), Move(other, 7, 1 << 33, new[0])]
-    storage.ledgers.update_locations(logger, moves)
+    storage.ledgers.index_of(logger).move(moves)
     asked = [(ledger, 0, new[0]), (ledger, 0, old[0]), (ledger, 1, old[1]), (ledger, 2, old[2]), (other, 7, new[0])]
-    assert storage.ledgers.live(logger, asked) == [True, False, True, True, False]
-    assert storage.ledgers.live(logger, [(ledger, 1, old[1]), (ledger, 1, new[1])]) == [True, False]
+    assert storage.ledgers.index_of(logger).live(asked) == [True, False, True, True, False]
+    assert storage.ledgers.index_of(logger).live([(ledger, 1, old[1]), (ledger, 1, new[1])]) == [True, False]
     for entry_id in range(3):
         assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
     storage.close()
@@ -744,23 +747,24 @@ def test_read_retries_when_compaction_moves_the_entry(tmp_path: Path, monkeypatc
     (directory,) = storage.ledgers.directories
     monkeypatch.setattr(directory.locations, "cached_location", lambda *_: 0)
     old = directory.locations.location(PLAIN, 0)
-    read = directory.logger.read
+    read = directory.loggers[0].read
 
     def overtaken(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(directory.logger, "read", read)
-        log = directory.logger.open_compaction_log()
+        monkeypatch.setattr(directory.loggers[0], "read", read)
+        log = directory.loggers[0].open_compaction_log()
         new = log.add(PLAIN, body_of(PLAIN, 0))
         log.finish()
-        storage.ledgers.update_locations(directory.logger, [Move(PLAIN, 0, old, new)])
+        storage.ledgers.index_of(directory.loggers[0]).move([Move(PLAIN, 0, old, new)])
         raise FileNotFoundError(errno.ENOENT, "No such file", "0.log")
 
-    monkeypatch.setattr(directory.logger, "read", overtaken)
+    monkeypatch.setattr(directory.loggers[0], "read", overtaken)
     assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
 
     def gone(*args: Any, **options: Any) -> Any:
         raise FileNotFoundError(errno.ENOENT, "No such file", "0.log")
 
-    monkeypatch.setattr(directory.logger, "read", gone)
+    monkeypatch.setattr(directory.loggers[0], "read", gone)
+    monkeypatch.setattr(directory.loggers[0], "read_run", lambda *_, **options: [None])
     with pytest.raises(FileNotFoundError):
         storage.read_entry(PLAIN, 0)
     monkeypatch.undo()
@@ -777,15 +781,16 @@ def test_compacts_location_databases_on_request(tmp_path: Path) -> None:
     storage.run_checkpoint()
     current = tmp_path / "ledgers-0" / "current"
     plain, scoped = current / "locations", current / "scoped-locations"
-    assert storage.ledgers.location_compactions() == {str(plain): False, str(scoped): False}
+    (index,) = storage.ledgers.location_indexes
+    assert index.compactions() == [(str(plain), False), (str(scoped), False)]
 
     def size() -> int:
         return sum(path.stat().st_size for path in plain.glob("*.sst"))
 
     before = size()
-    storage.ledgers.compact_locations([str(scoped)])
+    index.compact([str(scoped)], always)
     assert size() == before > 0
-    storage.ledgers.compact_locations()
+    index.compact((), always)
     assert size() < before
     storage.close()
 
@@ -804,9 +809,9 @@ def test_compaction_of_locations_ends_early_and_close_waits_for_it(tmp_path: Pat
 
     with ThreadPoolExecutor(2) as threads:
         try:
-            compaction = threads.submit(storage.ledgers.compact_locations, (), is_wanted)
+            compaction = threads.submit(storage.ledgers.location_indexes[0].compact, (), is_wanted)
             assert is_asked.wait(LIMIT_S)
-            assert any(storage.ledgers.location_compactions().values())
+            assert any(is_running for _, is_running in storage.ledgers.location_indexes[0].compactions())
             closing = threads.submit(storage.close)
             with pytest.raises(TimeoutError):
                 closing.result(0.1)

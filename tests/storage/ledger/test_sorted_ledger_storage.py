@@ -261,20 +261,15 @@ def test_open_log_leaves_a_full_disk(tmp_path: Path, storage_class: str) -> None
     """ENOSPC in the log that is written, although the disk said nothing of it before: nothing is refused or lost."""
     files = SimulatedFiles(tmp_path)
     storage = open_storage(tmp_path, files, ledger_storage_class=storage_class)
-    storage.set_writable([0])
+    storage.ledgers.set_writable([0], [0, 1])
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0)
     storage.run_checkpoint()
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 1, 2)
-    storage.ledgers.set_writable([0, 1])
+    storage.ledgers.set_writable([0, 1], [0, 1])
     files.faults.append(Fault("write", "/a/current/", errno.ENOSPC, times=10_000))
     storage.seal_entries(1)
-    if storage_class == INTERLEAVED:
-        for _ in range(2):  # the plain logger, then the scoped one
-            with pytest.raises(OSError, match="No space"):
-                storage.write_entries()
-            assert storage.ledgers.leave_full_disk()
     storage.write_entries()
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 3)
@@ -292,14 +287,14 @@ def test_open_log_leaves_a_full_disk(tmp_path: Path, storage_class: str) -> None
 def test_first_scoped_entry_leaves_a_disk_too_full_for_its_directory(tmp_path: Path, storage_class: str) -> None:
     files = SimulatedFiles(tmp_path)
     storage = open_storage(tmp_path, files, ledger_storage_class=storage_class)
-    storage.set_writable([0])
+    storage.ledgers.set_writable([0], [0, 1])
     add(storage, SCOPED, 0)
     storage.seal_entries(1)
     files.faults.append(Fault("directory", "/a/current/scoped", errno.ENOSPC, times=100))
     with pytest.raises(OSError, match="No space"):
         storage.write_entries()
-    storage.set_writable([0, 1])
-    assert storage.ledgers.write_where_space(storage.write_entries) is None
+    storage.ledgers.set_writable([0, 1], [0, 1])
+    storage.write_entries()
     assert stored(storage, SCOPED) == [0]
     storage.run_checkpoint()
     again = open_storage(files.crash(tmp_path / "image"), ledger_storage_class=storage_class)
@@ -315,7 +310,6 @@ def test_entries_stay_in_memory_when_all_disks_are_full(tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             storage.write_entries()
-        assert not storage.ledgers.leave_full_disk()
     assert stored(storage, PLAIN) == [0, 1]
     files.faults.clear()
     storage.run_checkpoint()
@@ -338,15 +332,15 @@ def test_moves_during_a_flush_are_kept(tmp_path: Path, storage_class: str) -> No
     checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     moves = [Move(ledger, entry_id, old, new) for ledger, entry_id in ((PLAIN, 0), (PLAIN, 1), (OTHER, 0))]
-    ledgers.update_locations(logger, moves)
-    assert ledgers.live(logger, [(PLAIN, 0, new)]) == [True]
-    assert ledgers.live(logger, [(PLAIN, 0, old), (PLAIN, 0, new), (PLAIN, 1, new)]) == [False, True, False]
+    ledgers.index_of(logger).move(moves)
+    assert ledgers.index_of(logger).live([(PLAIN, 0, new)]) == [True]
+    assert ledgers.index_of(logger).live([(PLAIN, 0, old), (PLAIN, 0, new), (PLAIN, 1, new)]) == [False, True, False]
     storage.checkpoints.write(checkpoint)
     storage.checkpoints.end(checkpoint, written=True)
     storage.run_checkpoint()
     again = open_storage(tmp_path, ledger_storage_class=storage_class)
     (logger, _) = again.ledgers.entry_loggers
-    assert again.ledgers.live(logger, [(PLAIN, 0, new)]) == [True]
+    assert again.ledgers.index_of(logger).live([(PLAIN, 0, new)]) == [True]
     logger.remove_log(old >> 32)
     assert bytes(again.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
 
