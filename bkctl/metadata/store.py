@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from itertools import tee
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
+from bkctl.metadata.backends.sessions import Ephemerals
 
 if TYPE_CHECKING:
     import socket
@@ -292,8 +292,7 @@ class MetadataStore(Closing):
 
     #: Name of this store in messages: `/ledgers of ZooKeeper at 127.0.0.1:2181`.
     name: str
-    #: Path of an `ephemeral` of ours → time (monotonic clock) since which another owner holds it.
-    _usurped_since_s: dict[str, float] | None = None
+    ephemerals: Ephemerals
     _invalid_names: dict[str, None] | None = None
 
     @abstractmethod
@@ -411,7 +410,6 @@ class MetadataStore(Closing):
                     pass
         return True
 
-    @abstractmethod
     def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
         """Keep a node at `path` for as long as this store object lives; set the value of a node that we own already.
 
@@ -419,20 +417,12 @@ class MetadataStore(Closing):
         node, wait `wait_s` seconds (None: until the session of a dead owner is over), then raise AlreadyExists.
         `value` None: create nothing, and only wait so.
         """
+        check_size(path, value or b"")
+        self.ephemerals.hold(path, value, wait_s, self.name)
 
     def usurped_s(self, path: str) -> float:
         """Seconds since another owner was first seen to hold our `ephemeral` at `path`; 0 while we hold it."""
-        since_s = (self._usurped_since_s or {}).get(path)
-        return 0.0 if since_s is None else max(time.monotonic() - since_s, 0.001)
-
-    def _note_owner(self, path: str, *, is_ours: bool) -> None:
-        """Record whether our `ephemeral` at `path` is ours, after an attempt to create it again."""
-        if self._usurped_since_s is None:
-            self._usurped_since_s = {}
-        if is_ours:
-            self._usurped_since_s.pop(path, None)
-        else:
-            self._usurped_since_s.setdefault(path, time.monotonic())
+        return self.ephemerals.usurped_s(path)
 
     @abstractmethod
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:

@@ -32,7 +32,6 @@ from bkctl.metadata.backends.etcd.etcd_connection import BATCH_SIZE, EtcdConnect
 from bkctl.metadata.backends.etcd.etcd_session import EtcdSession
 from bkctl.metadata.backends.etcd.etcd_watches import EtcdWatches
 from bkctl.metadata.backends.etcd.requests import (
-    EtcdNodes,
     PageRange,
     at_revision,
     delete_key,
@@ -52,7 +51,6 @@ from bkctl.metadata.store import (
     NEW,
     NO_SECURITY,
     AbsolutePath,
-    Claim,
     MetadataStore,
     StoreSecurity,
     Versioned,
@@ -74,7 +72,7 @@ _PUTS_MAX: Final = 100
 _PUTS_SIZE_BYTES_MAX: Final = 1 << 20
 
 
-class EtcdStore(MetadataStore):
+class EtcdStore(EtcdSession):
     """`MetadataStore` on the etcd cluster whose `hosts` are (host, port) pairs, below the key `root` (`/ledgers`).
 
     Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
@@ -92,19 +90,10 @@ class EtcdStore(MetadataStore):
         session_timeout_s: float = SESSION_TIMEOUT_S,
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
-        self._connection = EtcdConnection(
+        connection = EtcdConnection(
             hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, security=security
         )
-        self.name = f"{root} of etcd at {self._connection.address}"
-        self._nodes = EtcdNodes(self._connection, root, self.name)
-        self._session = EtcdSession(
-            self._connection,
-            self._nodes,
-            name=self.name,
-            timeout_s=session_timeout_s,
-            note_owner=self._note_owner,
-            delete=self.delete,
-        )
+        super().__init__(connection, root, session_timeout_s)
         self._watches = EtcdWatches(self._connection)
         #: Of the directory that was listed last: the next call continues there.
         self._last_pages = PageRange(b"")
@@ -275,7 +264,7 @@ class EtcdStore(MetadataStore):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         key = self._nodes.key(path)
-        self._session.ephemerals.forget(path)
+        self.ephemerals.forget(path)
         while True:
             answer, repeated = self._connection.transact(
                 [is_present(key) if expected is None else at_revision(key, expected), has_no_children(key)],
@@ -379,23 +368,15 @@ class EtcdStore(MetadataStore):
         found = self._nodes.read(self._nodes.key(path))
         return 0 if found is None else int(found.version)
 
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
-        check_size(path, value or b"", "etcd")
-        self._session.hold(path, value, wait_s)
-
-    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
-        check_size(path, value, "etcd")
-        return self._session.claim(path, value, numbered)
-
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         return self._watches.add(path, self._nodes.key(path), callback, children)
 
     def close(self) -> None:
         if not self._connection.begin_close():
             return
-        self._session.ephemerals.clear()
+        self.ephemerals.clear()
         self._watches.close()
-        self._connection.close(self._session.lease_id)
+        self._connection.close(self.lease_id)
 
 
 def _first_page(pages: PageRange, start: bytes, limit: int | None = None) -> list[Any]:

@@ -20,6 +20,7 @@ from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionCon
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
+from bkctl.metadata.backends.sessions import PolledWatch, PolledWatches
 from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import (
@@ -68,7 +69,7 @@ class HBaseStore(ZooKeeperStore):
             )
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hbase")
         self._table: HBaseTable | None = None
-        self._watched: dict[int, _Watch] = {}
+        self._watched = PolledWatches(self._versions)
         self._watch_lock = threading.Lock()
         self._watch_thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -275,36 +276,24 @@ class HBaseStore(ZooKeeperStore):
         """See MetadataStore.watch; a ledger is read every WATCH_POLL_S. Raises Unsupported for the set of ledgers."""
         if not _is_row(path):
             return super().watch(path, callback, children=children)
-        ledger = _ledger(path)
-        if ledger is None or children:
+        if _ledger(path) is None or children:
             raise Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
-        watch = _Watch(ledger, callback, _version(next(self.rows([ledger]))))
+        cancel = self._watched.add(path, callback, children)
         with self._watch_lock:
-            self._watched[id(watch)] = watch
             if self._watch_thread is None:
                 self._watch_thread = threading.Thread(target=self._poll, name="hbase-watches", daemon=True)
                 self._watch_thread.start()
-
-        def cancel() -> None:
-            with self._watch_lock:
-                self._watched.pop(id(watch), None)
-
         return cancel
+
+    def _versions(self, watches: list[PolledWatch]) -> Iterator[int | None]:
+        """Yield the version of each watched ledger; None: missing, -1: malformed."""
+        for found in self.rows(int(watch.path[-32:], 16) for watch in watches):
+            yield -1 if isinstance(found, BkctlError) else None if found is None else found.version
 
     def _poll(self) -> None:
         while not self._stop.wait(WATCH_POLL_S):
-            with self._watch_lock:
-                watches = list(self._watched.values())
-            # HBase may be down: the next round reads again.
-            with contextlib.suppress(BkctlError):
-                rows = self.rows(watch.ledger for watch in watches)
-                for watch, row in zip(watches, rows, strict=True):
-                    version = _version(row)
-                    if version == watch.seen or id(watch) not in self._watched:
-                        continue
-                    with contextlib.suppress(BkctlError):
-                        watch.callback()
-                        watch.seen = version
+            with contextlib.suppress(BkctlError):  # HBase may be down: the next round reads again.
+                self._watched.poll()
 
     def close(self) -> None:
         self._stop.set()
@@ -312,13 +301,6 @@ class HBaseStore(ZooKeeperStore):
             self._table.close()
         super().close()
         self._executor.shutdown(wait=False)
-
-
-class _Watch:
-    """A callback for a ledger that was last seen in version `seen` (None: missing, -1: malformed)."""
-
-    def __init__(self, ledger: int, callback: Callable[[], None], seen: int | None) -> None:
-        self.ledger, self.callback, self.seen = ledger, callback, seen
 
 
 def _is_row(path: str) -> bool:
@@ -340,13 +322,6 @@ def _first_from(name: str) -> int:
 
 def _versioned(row: HBaseRow | BkctlError | None) -> Versioned[bytes] | BkctlError | None:
     return Versioned(row.value, row.version, None) if isinstance(row, HBaseRow) else row
-
-
-def _version(found: Versioned[bytes] | BkctlError | None) -> int | None:
-    """Return the version as `_Watch.seen` keeps it."""
-    if isinstance(found, BkctlError):
-        return -1
-    return None if found is None else found.version
 
 
 _BATCH_SIZE: Final = 1000

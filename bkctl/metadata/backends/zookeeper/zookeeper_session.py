@@ -3,57 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, cast
 
 from kazoo.exceptions import NoNodeError
 
 from bkctl.errors import AlreadyExists, BkctlError
-from bkctl.metadata.backends.ephemerals import Ephemerals
+from bkctl.metadata.backends.sessions import Ephemerals
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
 from bkctl.metadata.backends.zookeeper.zookeeper_nodes import ZooKeeperNodes
-from bkctl.metadata.backends.zookeeper.zookeeper_reader import Origin
-from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
-from bkctl.metadata.store import Claim
+from bkctl.metadata.backends.zookeeper.zookeeper_reads import Origin, ZooKeeperReads
+from bkctl.metadata.store import Claim, MetadataStore
 
 #: A server ends a session at a tick after its timeout, and may have granted a longer timeout than requested.
 _EXPIRY_SLACK_S: Final = 5.0
-_POLL_S: Final = 0.1
 
 
-class ZooKeeperSession:
-    """The ephemerals and claims of one connection's session.
+class ZooKeeperSession(MetadataStore):
+    """Ephemerals and claims of a store, over `connection`."""
 
-    `note_owner` is MetadataStore's; `delete` deletes a node by its path.
-    """
-
-    def __init__(
-        self,
-        connection: ZooKeeperConnection,
-        nodes: ZooKeeperNodes,
-        reads: ZooKeeperReads,
-        *,
-        note_owner: Callable[..., None],
-        delete: Callable[[str], None],
-    ) -> None:
+    def __init__(self, connection: ZooKeeperConnection) -> None:
         self._connection = connection
-        self._nodes = nodes
-        self._reads = reads
-        self.ephemerals = Ephemerals(lambda path, value: self.put(path, value), note_owner, delete)
+        self._nodes = ZooKeeperNodes(connection)
+        self._reads = ZooKeeperReads(connection)
+        expiry_s = connection.session_timeout_s + _EXPIRY_SLACK_S
+        self.ephemerals = Ephemerals(
+            lambda path, value: self._put_ephemeral(path, value), self.delete, lambda _: expiry_s, self._keep_session
+        )
 
-    def hold(self, path: str, value: bytes | None, wait_s: float | None) -> None:
-        """See MetadataStore.ephemeral."""
-        expiry_s = self._connection.session_timeout_s + _EXPIRY_SLACK_S
-        deadline = time.monotonic() + (expiry_s if wait_s is None else wait_s)
-        with self.ephemerals.adding(path, value):
-            while not self.put(path, value):
-                if time.monotonic() >= deadline:
-                    raise AlreadyExists(f"{path} is held by another session in {self._connection.name}")
-                time.sleep(_POLL_S)
+    @abstractmethod
+    def _keep_session(self) -> None:
+        """Start the thread that creates the ephemerals again in another session."""
 
-    def put(self, path: str, value: bytes | None) -> bool:
+    def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
         """Create or update our ephemeral (None: neither); return False when another session owns the node."""
         connection = self._connection
         full = connection.full(path)
@@ -71,8 +55,7 @@ class ZooKeeperSession:
             return value is None
         return True
 
-    def claim(self, path: str, value: bytes, numbered: bool) -> Claim:
-        """See MetadataStore.claim."""
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         full = self._nodes.create(path, value, ephemeral=True, sequence=numbered)
         stat = self._nodes.stat(full)
         claim = self._claim_of(full, None if stat is None else Origin(stat.czxid, stat.ephemeralOwner))
@@ -81,7 +64,6 @@ class ZooKeeperSession:
         return claim
 
     def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
-        """See MetadataStore.claim_many."""
         created = self._nodes.change_many(
             paths,
             lambda transaction, path: transaction.create(self._connection.full(path), value, ephemeral=True),
@@ -114,7 +96,6 @@ class ZooKeeperSession:
                         self._connection.run(client.delete_async, duplicate)
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See MetadataStore.held_many."""
         origins = self._reads.origins([claim.path for claim in claims])
         return [
             origin is not None and origin == cast(_ZooKeeperClaim, claim).origin
@@ -122,7 +103,6 @@ class ZooKeeperSession:
         ]
 
     def release_many(self, claims: Sequence[Claim]) -> None:
-        """See MetadataStore.release_many."""
         held = [claim for claim, is_held in zip(claims, self.held_many(claims), strict=True) if is_held]
         errors = self._nodes.change_many(
             held,

@@ -12,16 +12,15 @@ from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import UNAUTHORIZED, ZooKeeperCall, ZooKeeperConnection
-from bkctl.metadata.backends.zookeeper.zookeeper_nodes import NewNode, ZooKeeperNodes, is_problem
-from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
+from bkctl.metadata.backends.zookeeper.zookeeper_nodes import NewNode, is_problem
 from bkctl.metadata.backends.zookeeper.zookeeper_session import ZooKeeperSession
 from bkctl.metadata.backends.zookeeper.zookeeper_watches import ZooKeeperWatches
-from bkctl.metadata.store import NEW, NO_SECURITY, Claim, MetadataStore, StoreSecurity, Versioned, check_size
+from bkctl.metadata.store import NEW, NO_SECURITY, StoreSecurity, Versioned, check_size
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
 
 
-class ZooKeeperStore(MetadataStore):
+class ZooKeeperStore(ZooKeeperSession):
     """`MetadataStore` on the ZooKeeper ensemble `hosts` (`HOST:PORT,HOST:PORT`) below the node `root` (`/ledgers`).
 
     Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
@@ -39,17 +38,14 @@ class ZooKeeperStore(MetadataStore):
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
         self.hosts = hosts
-        self._connection = ZooKeeperConnection(
-            hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s,
-            session_timeout_s=session_timeout_s, security=security,
+        super().__init__(
+            ZooKeeperConnection(
+                hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s,
+                session_timeout_s=session_timeout_s, security=security,
+            )
         )  # fmt: skip
         self.name = self._connection.name
-        self._nodes = ZooKeeperNodes(self._connection)
-        self._reads = ZooKeeperReads(self._connection)
-        self._session = ZooKeeperSession(
-            self._connection, self._nodes, self._reads, note_owner=self._note_owner, delete=self.delete
-        )
-        self._watches = ZooKeeperWatches(self._connection, self._session.ephemerals.restore)
+        self._watches = ZooKeeperWatches(self._connection, self.ephemerals.restore)
         try:
             self._connection.open()
         except BaseException:
@@ -162,7 +158,7 @@ class ZooKeeperStore(MetadataStore):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         full = self._connection.full(path)
-        self._session.ephemerals.forget(path)
+        self.ephemerals.forget(path)
         version = -1 if expected is None else expected
         call = ZooKeeperCall(lambda: self._connection.client.delete_async(full, version), full)
         try:
@@ -213,21 +209,8 @@ class ZooKeeperStore(MetadataStore):
         # `cversion` is 32 bits wide, and twice the creations less the present children.
         return ((int(stat.cversion) + int(stat.numChildren)) & 0xFFFFFFFF) >> 1
 
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+    def _keep_session(self) -> None:
         self._watches.start_thread()
-        self._session.hold(path, value, wait_s)
-
-    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
-        return self._session.claim(path, value, numbered)
-
-    def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
-        return self._session.claim_many(paths, value)
-
-    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
-        return self._session.held_many(claims)
-
-    def release_many(self, claims: Sequence[Claim]) -> None:
-        self._session.release_many(claims)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         return self._watches.add(path, callback, children)
@@ -235,7 +218,7 @@ class ZooKeeperStore(MetadataStore):
     def close(self) -> None:
         if not self._connection.begin_close():
             return
-        self._session.ephemerals.clear()
+        self.ephemerals.clear()
         self._reads.close()
         self._watches.close()
         self._connection.close()
