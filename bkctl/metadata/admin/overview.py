@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
-from bkctl.formats.metadata import LedgerMetadata, LedgerState
+from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_rows
@@ -341,20 +341,17 @@ def count_ledgers_of_bookies(
     cluster: Cluster,
     limit: int | None,
     *,
-    seen: Callable[[LedgerId, LedgerMetadata], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Counter[str] | None:
     """Count the ledgers of every scope on each bookie; None if there are more than `limit` ledgers.
 
-    Ledgers with unreadable metadata do not count: `metadata check` finds them. `seen` gets each other ledger,
-    `progress` the number of ledgers read.
+    Ledgers with unreadable metadata do not count: `metadata check` finds them. `progress` gets
+    the number of ledgers read.
     """
     counts = Counter[str]()
     if limit is not None and len(list(islice(cluster.ledgers.ledgers(None), limit + 1))) > limit:
         return None
-    for ledger, found in list_ledgers(cluster, None, unreadable=lambda *_: None, progress=progress):
-        if seen is not None:
-            seen(ledger, found.metadata)
+    for _, found in list_ledgers(cluster, None, unreadable=lambda *_: None, progress=progress):
         counts.update({bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies})
     return counts
 

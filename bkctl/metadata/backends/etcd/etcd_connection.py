@@ -93,17 +93,14 @@ class EtcdConnection:
         self.threads: dict[str, threading.Thread] = {}
         self._root = root
         self._security = security
+        #: Requests carry the token of a user.
+        self.has_login = security.user is not None
         self._tls_files = _tls_files(security)
         self._lock = threading.RLock()
         self._has_answered = False
         self._clients: list[Any] = [None] * len(self.hosts)
         self._current = 0
         self._token: str | None = None
-
-    @property
-    def has_login(self) -> bool:
-        """Return whether requests carry the token of a user."""
-        return self._security.user is not None
 
     @property
     def _attempt_s(self) -> float:

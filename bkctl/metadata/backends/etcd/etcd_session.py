@@ -27,20 +27,18 @@ from bkctl.metadata.backends.etcd.requests import (
     put_key,
 )
 from bkctl.metadata.backends.sessions import Ephemerals
-from bkctl.metadata.store import Claim, MetadataStore, check_size
+from bkctl.metadata.store import Claim, check_size
 
 RESTORE_PAUSE_S: Final = 0.5
 _EXPIRY_SLACK_S: Final = 3.0
 _LEASE_REFRESHES: Final = 3  # within its time to live
 
 
-class EtcdSession(MetadataStore):
+class EtcdSession(EtcdNodes):
     """Ephemerals and claims under one lease; after a lost lease the ephemerals are created again under a new one."""
 
     def __init__(self, connection: EtcdConnection, root: str, session_timeout_s: float) -> None:
-        self.name = f"{root} of etcd at {connection.address}"
-        self._connection = connection
-        self._nodes = EtcdNodes(connection, root, self.name)
+        super().__init__(connection, root)
         #: The lease of all ephemerals and claims; 0: none is granted.
         self.lease_id = 0
         self._session_timeout_s = self._ttl_s = session_timeout_s
@@ -52,18 +50,18 @@ class EtcdSession(MetadataStore):
 
     def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
         """Create or update our ephemeral (None: neither); return False when another lease, or none, holds the key."""
-        key = self._nodes.key(path)
+        key = self._key(path)
         if value is None:
-            found = self._nodes.read(key)
+            found = self._read(key)
             return found is None or found.lease == self.lease_id != 0
         lease_id = self._lease()
         try:
-            self._nodes.create(path, value, lease_id)
+            self._create(path, value, lease_id)
         except LeaseLost:
             self._forget_lease(lease_id)
             return False
         except AlreadyExists:
-            found = self._nodes.read(key)
+            found = self._read(key)
             if found is None or found.lease != lease_id:
                 return False
             if found.value != value:
@@ -73,7 +71,7 @@ class EtcdSession(MetadataStore):
 
     def _expiry_s(self, path: str) -> float:
         """Return the seconds after which the lease that holds the key, without a keeper, is certainly over."""
-        granted_s, found = self._session_timeout_s, self._nodes.read(self._nodes.key(path))
+        granted_s, found = self._session_timeout_s, self._read(self._key(path))
         if found is not None and found.lease:
             answer, _ = self._connection.send("LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=found.lease))
             granted_s = max(granted_s, answer.grantedTTL)
@@ -88,23 +86,23 @@ class EtcdSession(MetadataStore):
                 if numbered:
                     claimed, revision = self._create_numbered(path, value, lease_id)
                 else:
-                    claimed, revision = path, self._nodes.create(path, value, lease_id)
+                    claimed, revision = path, self._create(path, value, lease_id)
             except LeaseLost:
                 self._forget_lease(lease_id)
                 continue
             self._keep()
-            return _EtcdClaim(self._connection, self._nodes, claimed, revision)
+            return _EtcdClaim(self, claimed, revision)
 
     def _create_numbered(self, path: str, value: bytes, lease_id: int) -> tuple[str, int]:
         parent = path.rpartition("/")[0]
         while True:
-            found = self._nodes.read(self._nodes.key(parent))
+            found = self._read(self._key(parent))
             if found is None:
                 with contextlib.suppress(AlreadyExists):
-                    self._nodes.create(parent, b"")
+                    self._create(parent, b"")
                 continue
             numbered = f"{path}{int(found.version):010d}"
-            key = self._nodes.key(numbered)
+            key = self._key(numbered)
             answer, _ = self._connection.transact(
                 [at_revision(found.key, found.mod_revision), is_absent(key)],
                 [put_key(found.key, b"", ignore_value=True), put_key(key, value, lease=lease_id)],
@@ -172,16 +170,14 @@ class EtcdSession(MetadataStore):
 class _EtcdClaim(Claim):
     """A key created at `revision`; a claimed key is never written again."""
 
-    def __init__(self, connection: EtcdConnection, nodes: EtcdNodes, path: str, revision: int) -> None:
+    def __init__(self, store: EtcdSession, path: str, revision: int) -> None:
         self.path = path
-        self._connection = connection
-        self._nodes = nodes
-        self._revision = revision
+        self._store, self._revision = store, revision
 
     def is_held(self) -> bool:
-        found = self._nodes.read(self._nodes.key(self.path))
+        found = self._store._read(self._store._key(self.path))
         return found is not None and bool(found.mod_revision == self._revision)
 
     def release(self) -> None:
-        key = self._nodes.key(self.path)
-        self._connection.transact([at_revision(key, self._revision)], [delete_key(key)])
+        key = self._store._key(self.path)
+        self._store._connection.transact([at_revision(key, self._revision)], [delete_key(key)])

@@ -28,6 +28,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.etcd_connection import BATCH_SIZE, EtcdConnection, RevisionCompacted
 from bkctl.metadata.backends.etcd.etcd_session import EtcdSession
 from bkctl.metadata.backends.etcd.etcd_watches import EtcdWatches
@@ -41,9 +42,7 @@ from bkctl.metadata.backends.etcd.requests import (
     has_no_keys,
     is_absent,
     is_present,
-    nested,
     put_key,
-    transaction,
     versioned,
 )
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
@@ -98,25 +97,20 @@ class EtcdStore(EtcdSession):
         #: Of the directory that was listed last: the next call continues there.
         self._last_pages = PageRange(b"")
         try:
-            self._nodes.read(self._nodes.key(""), count_only=True)
+            self._read(self._key(""), count_only=True)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def root(self) -> str:
-        """The key of the cluster's root."""
-        return self._nodes.root
-
     def get(self, path: str) -> Versioned[bytes] | None:
-        return versioned(self._nodes.read(self._nodes.key(path)))
+        return versioned(self._read(self._key(path)))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
 
         def request(batch: tuple[bytes, ...]) -> Any:
-            return transaction([get_key(key) for key in batch])
+            return etcdrpc.TxnRequest(success=[get_key(key) for key in batch])
 
-        keys = map(self._nodes.key, paths)
+        keys = map(self._key, paths)
         batches = iter(lambda: tuple(islice(keys, BATCH_SIZE)), ())
         for _, answer in self._connection.pipeline(batches, 2, request):
             for response in answer.responses:
@@ -126,15 +120,15 @@ class EtcdStore(EtcdSession):
         """See MetadataStore.put. `repeated`: an earlier request of ours may have written the value."""
         check_size(path, value, "etcd")
         if expected == NEW:
-            return self._nodes.create(path, value, repeated=repeated)
-        key = self._nodes.key(path)
+            return self._create(path, value, repeated=repeated)
+        key = self._key(path)
         while True:
             revision = expected
             if revision is None:
-                found = self._nodes.read(key, keys_only=True)
+                found = self._read(key, keys_only=True)
                 if found is None:
                     with contextlib.suppress(AlreadyExists):
-                        return self._nodes.create(path, value)
+                        return self._create(path, value)
                     continue
                 revision = int(found.mod_revision)
             answer, sent_twice = self._connection.transact(
@@ -160,7 +154,7 @@ class EtcdStore(EtcdSession):
         if found is None:
             return None, False
         try:
-            change = self._nodes.first_change_after(found, revision)
+            change = self._first_change_after(found, revision)
         except RevisionCompacted:
             return (int(found.mod_revision), False) if found.value == value else (None, True)
         return (int(change.mod_revision) if change is not None and change.value == value else None), False
@@ -185,7 +179,7 @@ class EtcdStore(EtcdSession):
                 results[at] = error
         while waiting:
             places, operations = self._next_puts(nodes, waiting)
-            answer, repeated = self._connection.send("Txn", transaction(operations))
+            answer, repeated = self._connection.send("Txn", etcdrpc.TxnRequest(success=operations))
             for at, response in zip(places, answer.responses, strict=True):
                 if response.response_txn.succeeded:
                     results[at] = int(answer.header.revision)
@@ -208,14 +202,15 @@ class EtcdStore(EtcdSession):
             size_bytes += len(value)
             if places and (path in paths or size_bytes > _PUTS_SIZE_BYTES_MAX):
                 break
-            key = self._nodes.key(path)
+            key = self._key(path)
             if expected == NEW:
-                compare = [is_absent(key), *map(is_present, self._nodes.parent_keys(path)[-1:])]
+                compare = [is_absent(key), *map(is_present, self._parent_keys(path)[-1:])]
             else:
                 compare = [at_revision(key, expected)]
             paths.add(path)
             places.append(waiting.popleft())
-            operations.append(nested(compare, [put_key(key, value, ignore_lease=expected != NEW)]))
+            put = put_key(key, value, ignore_lease=expected != NEW)
+            operations.append(etcdrpc.RequestOp(request_txn=etcdrpc.TxnRequest(compare=compare, success=[put])))
         return places, operations
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
@@ -224,8 +219,8 @@ class EtcdStore(EtcdSession):
             raise UsageError(f"{len(nodes)} nodes at once: etcd takes {TRANSACTION_SIZE_MAX} in one step")
         for path, value in nodes:
             check_size(path, value, "etcd")
-        values = {self._nodes.key(path): value for path, value in nodes}
-        parents = dict.fromkeys(above[-1] for path, _ in nodes if (above := self._nodes.parent_keys(path)))
+        values = {self._key(path): value for path, value in nodes}
+        parents = dict.fromkeys(above[-1] for path, _ in nodes if (above := self._parent_keys(path)))
         outside = [key for key in parents if key not in values]
         answer, repeated = self._connection.transact(
             [*map(is_absent, values), *map(is_present, outside)],
@@ -246,8 +241,8 @@ class EtcdStore(EtcdSession):
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         self._delete_node(path, expected)
-        child = self._nodes.key(path)
-        for key in self._nodes.parent_keys(path)[:0:-1][:prune]:
+        child = self._key(path)
+        for key in self._parent_keys(path)[:0:-1][:prune]:
             # Children with almost the same name come first: etcd stops at the first comparison that fails.
             near = key + child[len(key) : -2].ljust(1, b"/")
             empty = [is_present(key), has_no_keys(near, near + b"\xff"), has_no_children(key)]
@@ -263,7 +258,7 @@ class EtcdStore(EtcdSession):
         self._delete_node("", None)
 
     def _delete_node(self, path: str, expected: int | None) -> None:
-        key = self._nodes.key(path)
+        key = self._key(path)
         self.ephemerals.forget(path)
         while True:
             answer, repeated = self._connection.transact(
@@ -286,11 +281,11 @@ class EtcdStore(EtcdSession):
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children. All pages are of one revision, as long as etcd keeps it."""
-        key = self._nodes.key(path)
+        key = self._key(path)
         last = self._last_pages
         pages = PageRange(key, last.width if last.key == key else 0)
         start = pages.prefix + (after.encode("utf-8", "surrogatepass") + b"\0" if after else b"")
-        answer, _ = self._connection.send("Txn", transaction(_first_page(pages, start, limit)))
+        answer, _ = self._connection.send("Txn", etcdrpc.TxnRequest(success=_first_page(pages, start, limit)))
         names = self._names(path, start, pages, answer.responses, int(answer.header.revision), limit)
         self._last_pages = pages
         return names
@@ -298,9 +293,11 @@ class EtcdStore(EtcdSession):
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
 
         def request(batch: tuple[tuple[str, PageRange], ...]) -> Any:
-            return transaction([operation for _, pages in batch for operation in _first_page(pages, pages.prefix)])
+            return etcdrpc.TxnRequest(
+                success=[operation for _, pages in batch for operation in _first_page(pages, pages.prefix)]
+            )
 
-        directories = ((path, PageRange(self._nodes.key(path))) for path in paths)
+        directories = ((path, PageRange(self._key(path))) for path in paths)
         batches = iter(lambda: tuple(islice(directories, DIRECTORY_BATCH_SIZE)), ())
         for batch, answer in self._connection.pipeline(batches, 2, request):
             for at, (path, pages) in enumerate(batch):
@@ -356,20 +353,20 @@ class EtcdStore(EtcdSession):
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: the number of writes of the node. Source: Etcd64bitIdGenerator."""
-        key, parents = self._nodes.key(path), self._nodes.parent_keys(path)
+        key, parents = self._key(path), self._parent_keys(path)
         while True:
             answer, _ = self._connection.transact(map(is_present, parents[-1:]), [put_key(key, b""), get_key(key)])
             if answer.succeeded:
                 return int(first_key(answer.responses[1]).version) - 1
             with contextlib.suppress(AlreadyExists):
-                self._nodes.create(path.rpartition("/")[0], b"")
+                self._create(path.rpartition("/")[0], b"")
 
     def sequence_position(self, path: str) -> int:
-        found = self._nodes.read(self._nodes.key(path))
+        found = self._read(self._key(path))
         return 0 if found is None else int(found.version)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
-        return self._watches.add(path, self._nodes.key(path), callback, children)
+        return self._watches.add(path, self._key(path), callback, children)
 
     def close(self) -> None:
         if not self._connection.begin_close():

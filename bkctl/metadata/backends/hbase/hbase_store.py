@@ -8,7 +8,6 @@ periodically. `ledgers` is the table as a node, `ledgers/<qualified name>` a row
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,25 +125,30 @@ class HBaseStore(ZooKeeperStore):
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """See MetadataStore.put_many: ledgers together, and the others together."""
-        results: dict[int, int | BkctlError] = {}
-        rows = {
-            at: (ledger, value, expected)
-            for at, (path, value, expected) in enumerate(nodes)
-            if (ledger := _ledger(path)) is not None and len(value) <= VALUE_SIZE_BYTES_MAX
-        }
+        """See MetadataStore.put_many: ledgers that follow each other together, and the others so."""
+        results: list[int | BkctlError] = []
+        for are_rows, group in groupby(
+            nodes, lambda node: bool(_ROW.fullmatch(node[0])) and len(node[1]) <= VALUE_SIZE_BYTES_MAX
+        ):
+            part = list(group)
+            if are_rows:
+                results += self._put_rows(part)
+            elif any(_is_row(path) for path, _, _ in part):
+                results += MetadataStore.put_many(self, part)
+            else:
+                results += super().put_many(part)
+        return results
+
+    def _put_rows(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         try:
             with self._missing_table():
-                written = self._rows.put_many(list(rows.values()))
-            for at, found in zip(rows, written, strict=True):
-                results[at] = self._named(nodes[at][0], found) if isinstance(found, BkctlError) else found
+                found = self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
         except NotFound as error:
-            results |= dict.fromkeys(rows, error)
-        others = [at for at in range(len(nodes)) if at not in results]
-        in_zookeeper = not any(_is_row(nodes[at][0]) for at in others)
-        put_many = super().put_many if in_zookeeper else functools.partial(MetadataStore.put_many, self)
-        results |= zip(others, put_many([nodes[at] for at in others]), strict=True)
-        return [results[at] for at in range(len(nodes))]
+            return [error] * len(nodes)
+        return [
+            self._named(path, each) if isinstance(each, BkctlError) else each
+            for (path, _, _), each in zip(nodes, found, strict=True)
+        ]
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for ledgers, which HBase cannot write together."""

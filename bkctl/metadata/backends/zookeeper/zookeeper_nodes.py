@@ -23,6 +23,7 @@ from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     ZooKeeperCall,
     ZooKeeperConnection,
 )
+from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
 from bkctl.metadata.store import NO_CLUSTER_HINT, attempt
 
 T = TypeVar("T")
@@ -44,19 +45,19 @@ class NewNode(NamedTuple):
     sequence: bool = False
 
 
-class ZooKeeperNodes:
-    """Changes of nodes on one connection."""
+class ZooKeeperNodes(ZooKeeperReads):
+    """The changes of a store's nodes, over `connection`."""
 
     def __init__(self, connection: ZooKeeperConnection) -> None:
-        self._connection = connection
+        super().__init__(connection)
         #: Full paths of parents that exist, or did.
         self._existing: set[str] = set()
 
-    def stat(self, full: str) -> Any:
+    def _stat(self, full: str) -> Any:
         """Return the stat of the node at a full path, None for a missing node."""
         return self._connection.run(self._connection.client.exists_async, full)
 
-    def create(
+    def _create(
         self, path: str, value: bytes, *, ephemeral: bool = False, sequence: bool = False, repeated: bool = False
     ) -> str:
         """Create the node, together with its missing parents; return its full path. Raises AlreadyExists.
@@ -91,7 +92,7 @@ class ZooKeeperNodes:
     def _create_with_parents(self, path: str, node: NewNode) -> str | None:
         """Create the node and its missing parents in one step; None when a parent came or went meanwhile."""
         name = self._connection.name
-        call = self.transaction([*(NewNode(parent, b"") for parent in self.missing_parents(path)), node])
+        call = self._creation_of([*(NewNode(parent, b"") for parent in self._missing_parents(path)), node])
         results = self._connection.answer(call)
         problem = next((result for result in results if is_problem(result)), None)
         if problem is None:
@@ -107,7 +108,7 @@ class ZooKeeperNodes:
             raise BkctlError(f"{path} cannot be created in {name}: {problem!r}") from problem
         return None
 
-    def transaction(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
+    def _creation_of(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
         """Return the call that creates all these nodes, or none; messages name the last one."""
 
         def add(request: Any, node: NewNode) -> None:
@@ -136,7 +137,7 @@ class ZooKeeperNodes:
             return bool(stat.ephemeralOwner == self._connection.session_id)
         return bool(found == node.value and stat.version == 0)
 
-    def missing_parents(self, path: str) -> list[str]:
+    def _missing_parents(self, path: str) -> list[str]:
         """Return the full paths of the node's parents that do not exist, from the top.
 
         Raises NotFound when the root is missing, unless `path` is the root.
@@ -146,7 +147,7 @@ class ZooKeeperNodes:
         parents = ["/" + "/".join(parts[:count]) for count in range(1, len(parts) + 1)]
         last_existing = max((index for index, parent in enumerate(parents) if parent in self._existing), default=-1)
         for index in range(last_existing + 1, len(parents)):
-            if self.stat(parents[index]) is None:
+            if self._stat(parents[index]) is None:
                 if path and root in parents[index:]:
                     raise NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
                 return parents[index:]
@@ -160,11 +161,11 @@ class ZooKeeperNodes:
             self._existing.clear()
         self._existing.add(full)
 
-    def has_parent(self, path: str) -> bool:
+    def _has_parent(self, path: str) -> bool:
         """Return whether the parent of the node at `path` was seen to exist."""
         return _parent(self._connection.full(path)) in self._existing
 
-    def change_many(
+    def _change_many(
         self,
         items: Sequence[T],
         add: Callable[[Any, T], object],

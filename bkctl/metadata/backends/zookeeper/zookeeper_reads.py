@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, tee
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from kazoo.client import KazooClient
@@ -24,7 +24,7 @@ from kazoo.exceptions import KazooException, NoNodeError
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection, end_client
-from bkctl.metadata.store import Versioned
+from bkctl.metadata.store import MetadataStore, Versioned
 
 _BATCH_SIZE_MAX: Final = 512
 #: Fewer reads are not worth a session of their own.
@@ -158,8 +158,8 @@ _OPERATIONS: Final = {
 }
 
 
-class ZooKeeperReads:
-    """Values, children and origins of nodes on one connection."""
+class ZooKeeperReads(MetadataStore):
+    """The reads of a store: values, children and origins of nodes, over `connection`."""
 
     def __init__(self, connection: ZooKeeperConnection) -> None:
         self._connection = connection
@@ -168,27 +168,34 @@ class ZooKeeperReads:
         self.many: KazooClient | None = None
         self.paused_until_s = float("-inf")
 
+    @property
+    def root(self) -> str:
+        """The path of the cluster's root."""
+        return self._connection.root
+
     def get(self, path: str) -> Versioned[bytes] | None:
-        """See MetadataStore.get."""
         return cast(Versioned[bytes] | None, self._read_one("get", path))
 
-    def children(self, path: str) -> list[str] | None:
-        """Return the names of the node's children, ascending; None for a missing node."""
-        return cast(list[str] | None, self._read_one("children", path))
-
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        """See MetadataStore.get_many."""
         return self._pipeline("get", paths)
 
-    def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        """See MetadataStore.children_many."""
-        return self._pipeline("children", paths)
+    def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
+        names = self._read_one("children", path)
+        if names is None:
+            return None
+        names = self._valid_names(path, names)
+        return [name for name in names if name > after][:limit] if after or limit is not None else names
 
-    def origins(self, paths: Iterable[str]) -> Iterator[Origin | None]:
+    def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
+        paths, asked = tee(paths)
+        for path, names in zip(paths, self._pipeline("children", asked), strict=True):
+            yield None if names is None else self._valid_names(path, names)
+
+    def _origins(self, paths: Iterable[str]) -> Iterator[Origin | None]:
         """Yield the Origin of each node, None for a missing node, in the order given."""
         return self._pipeline("origin", paths)
 
-    def close(self) -> None:
+    def _close_many(self) -> None:
         """End the session of many reads, after the connection is closed."""
         with self._lock:
             client, self.many = self.many, None

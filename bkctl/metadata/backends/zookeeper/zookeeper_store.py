@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import tee
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, NoNodeError, NotEmptyError
@@ -15,7 +14,7 @@ from bkctl.metadata.backends.zookeeper.zookeeper_connection import UNAUTHORIZED,
 from bkctl.metadata.backends.zookeeper.zookeeper_nodes import NewNode, is_problem
 from bkctl.metadata.backends.zookeeper.zookeeper_session import ZooKeeperSession
 from bkctl.metadata.backends.zookeeper.zookeeper_watches import ZooKeeperWatches
-from bkctl.metadata.store import NEW, NO_SECURITY, StoreSecurity, Versioned, check_size
+from bkctl.metadata.store import NEW, NO_SECURITY, StoreSecurity, check_size
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
 
@@ -52,21 +51,10 @@ class ZooKeeperStore(ZooKeeperSession):
             self.close()
             raise
 
-    @property
-    def root(self) -> str:
-        """The path of the cluster's root."""
-        return self._connection.root
-
     def change_root(self, root: str) -> None:
         """Use the tree below the node `root` from now on."""
         self._connection.root = root
         self.name = self._connection.name
-
-    def get(self, path: str) -> Versioned[bytes] | None:
-        return self._reads.get(path)
-
-    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        return self._reads.get_many(paths)
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         return self._put(path, value, expected)
@@ -95,14 +83,14 @@ class ZooKeeperStore(ZooKeeperSession):
                     f"{path} changed meanwhile, expected version {expected}", may_be_applied=is_unsure
                 ) from error
             with contextlib.suppress(AlreadyExists):  # expected is None, and another client may create the node
-                self._nodes.create(path, value)
+                self._create(path, value)
                 return 0
-        self._nodes.create(path, value, repeated=repeated)
+        self._create(path, value, repeated=repeated)
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         """See MetadataStore.put_many; new nodes whose parents may be missing have requests of their own."""
-        is_apart = [version == NEW and not self._nodes.has_parent(path) for path, _, version in nodes]
+        is_apart = [version == NEW and not self._has_parent(path) for path, _, version in nodes]
         apart = [node for node, alone in zip(nodes, is_apart, strict=True) if alone]
         others = [node for node, alone in zip(nodes, is_apart, strict=True) if not alone]
         written, written_together = iter(super().put_many(apart)), iter(self._put_many(others))
@@ -116,7 +104,7 @@ class ZooKeeperStore(ZooKeeperSession):
             else:
                 transaction.set_data(self._connection.full(path), value, expected)
 
-        return self._nodes.change_many(
+        return self._change_many(
             nodes,
             add,
             lambda answer: 0 if isinstance(answer, str) else int(answer.version),  # a create gives the path
@@ -127,8 +115,8 @@ class ZooKeeperStore(ZooKeeperSession):
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         new_nodes = [NewNode(self._connection.full(path), value) for path, value in nodes]
         if any(not path for path, _ in nodes):
-            new_nodes = [*(NewNode(parent, b"") for parent in self._nodes.missing_parents("")), *new_nodes]
-        results = self._connection.answer(self._nodes.transaction(new_nodes))
+            new_nodes = [*(NewNode(parent, b"") for parent in self._missing_parents("")), *new_nodes]
+        results = self._connection.answer(self._creation_of(new_nodes))
         for node, result in zip(new_nodes, results, strict=True):
             if is_problem(result):
                 if isinstance(result, NodeExistsError):
@@ -173,22 +161,10 @@ class ZooKeeperStore(ZooKeeperSession):
         except NotEmptyError as error:
             raise Conflict(f"{path} has children in {self.name}") from error
 
-    def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
-        names = self._reads.children(path)
-        if names is None:
-            return None
-        names = self._valid_names(path, names)
-        return [name for name in names if name > after][:limit] if after or limit is not None else names
-
-    def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        paths, asked = tee(paths)
-        for path, names in zip(paths, self._reads.children_many(asked), strict=True):
-            yield None if names is None else self._valid_names(path, names)
-
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence. Source: ZkLedgerIdGenerator."""
         prefix = f"{path}/ID-" if path else "ID-"
-        created = self._nodes.create(prefix, b"", ephemeral=True, sequence=True)
+        created = self._create(prefix, b"", ephemeral=True, sequence=True)
         number = created[len(self._connection.full(prefix)) :]
         self._connection.client.delete_async(created)  # Ephemeral: a failed delete is made up for by the session's end.
         try:
@@ -219,6 +195,6 @@ class ZooKeeperStore(ZooKeeperSession):
         if not self._connection.begin_close():
             return
         self.ephemerals.clear()
-        self._reads.close()
+        self._close_many()
         self._watches.close()
         self._connection.close()

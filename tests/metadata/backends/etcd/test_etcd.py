@@ -158,7 +158,7 @@ def test_etcd_counts_each_key_of_a_listing_a_few_times_only(store: EtcdStore, mo
     ledgers += [LedgerId(7, random_numbers.getrandbits(40)) for _ in range(500)]
     names = sorted(str(uuid.UUID(ledger.qualified_name)) for ledger in ledgers)
     store.put("ledgers", b"", NEW)
-    key = store._nodes.key("ledgers")
+    key = store._key("ledgers")
     for start in range(0, len(names), TRANSACTION_SIZE_MAX):
         keys = [key + f"/{name}".encode() for name in names[start : start + TRANSACTION_SIZE_MAX]]
         store._connection.transact((), [put_key(each, b"") for each in keys])

@@ -107,7 +107,7 @@ def test_store_reads_each_node_without_multi_read(zookeeper: Any, monkeypatch: p
         for path in paths:
             cluster.store.put(path, path.encode(), NEW)
         expected = [path.encode() for path in paths]
-        reads = cluster.store._reads  # type: ignore[attr-defined]
+        reads = cluster.store  # type: ignore[attr-defined]
         for operation in (1234, 22):
             monkeypatch.setattr(MultiRead, "type", operation)
             reads.paused_until_s = 0.0
