@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieApi
     from bkctl.http.bookie_health import BookieVitals
     from bkctl.http.client import ApiClient
-    from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.admin.health_mutes import Mute
+    from bkctl.metadata.admin.health import HealthFinding, Mute
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 app = group()
@@ -319,7 +318,7 @@ def health(
     --ledgers of all; else of marked ledgers, beside what the last audit of ours found. Muted findings are left out.
     Prints OK without findings; exit code 3 if there are some. `show` itself may be left out: 'bkctl cluster health'.
     """
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
     check_percentage(threshold)
@@ -407,7 +406,7 @@ def health_detail(
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
     """
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
     check_percentage(threshold)
@@ -460,7 +459,7 @@ def mute_health(
     Counts for every user of the cluster, and is kept in the metadata store. 'cluster health' says how many findings are
     muted.
     """
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
@@ -478,7 +477,7 @@ def mute_health(
 )
 def unmute_health(out: Printer, access: Access, consent: Consent, code: Code, undo: UndoOption = None) -> None:
     """Show findings of a muted code again."""
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
 
     with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
         out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
@@ -487,7 +486,7 @@ def unmute_health(out: Printer, access: Access, consent: Consent, code: Code, un
 @command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",), prints=rows_of(MUTE_COLUMNS))
 def list_mutes(out: Printer, access: Access) -> None:
     """List the muted codes, with time and user."""
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
 
     with access.cluster() as cluster:
         out.render(HealthMutes(cluster).active(), MUTE_COLUMNS)

@@ -24,7 +24,7 @@ from .columns import STATE_STYLE
 from .listing import parse_states
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.removal import Removal, RemovalPlan
+    from bkctl.metadata.admin.ledger_changes import Removal, RemovalPlan
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -82,7 +82,7 @@ def delete(
     nothing is deleted if one of the ledgers is missing or in another state. 'metadata undo' restores the metadata,
     which helps as long as the bookies still have the entries.
     """
-    from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
+    from bkctl.metadata.admin.ledger_changes import plan_removal, remove_ledgers
 
     states = parse_states(if_state, "--if-state")
     errors: list[BkctlError] = []

@@ -53,7 +53,7 @@ def replace_bookie_id(
     while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id.
     """
     from bkctl.ids import check_bookie_id
-    from bkctl.metadata.admin.bookie_replacement import replace_bookie
+    from bkctl.metadata.admin.ledger_changes import replace_bookie
 
     if old is None or new is None:
         raise UsageError("--from BOOKIE and --to BOOKIE are required")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice, tee
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import U64_MAX, LedgerId
@@ -36,6 +36,8 @@ from bkctl.metadata.store import (
     value_of,
 )
 from bkctl.metadata.uri import HBASE_ZNODE_DEFAULT
+
+T = TypeVar("T")
 
 WATCH_POLL_S: Final = 0.5
 _THREADS: Final = 8
@@ -105,6 +107,10 @@ class HBaseStore(ZooKeeperStore):
         ledger = _ledger(path)
         if ledger is None:
             return self._create_table(path, expected)
+        return self._in_version(path, expected, lambda version: self._rows.put(ledger, value, version))
+
+    def _in_version(self, path: str, expected: int | None, change: Callable[[int], T]) -> T:
+        """Return what `change` of the row returns, in that version; None: in the present one (NEW: missing)."""
         while True:
             version = expected
             if version is None:
@@ -112,9 +118,9 @@ class HBaseStore(ZooKeeperStore):
                 version = NEW if found is None else found.version
             try:
                 with self._row_errors(path):
-                    return self._rows.put(ledger, value, version)
-            except (AlreadyExists, MetadataVersionConflict, NotFound):
-                if expected is not None or not self._rows.table.exists():
+                    return change(version)
+            except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
+                if expected is not None or (version == NEW and isinstance(error, NotFound)):
                     raise
 
     def _create_table(self, path: str, expected: int | None) -> int:
@@ -163,19 +169,7 @@ class HBaseStore(ZooKeeperStore):
         ledger = _ledger(path)
         if ledger is None:
             return self._drop_table(path)
-        while True:
-            version = expected
-            if version is None:
-                found = self.get(path)
-                if found is None:
-                    raise NotFound(f"No {path} in {self.name}")
-                version = found.version
-            try:
-                with self._row_errors(path):
-                    return self._rows.delete(ledger, version)
-            except MetadataVersionConflict:
-                if expected is not None:
-                    raise
+        return self._in_version(path, expected, lambda version: self._rows.delete(ledger, version))
 
     def _drop_table(self, path: str) -> None:
         found = self.children(path, limit=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,10 +20,9 @@ from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     LOST,
     UNAUTHORIZED,
     ZooKeeperCall,
-    ZooKeeperConnection,
 )
 from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
-from bkctl.metadata.store import NO_CLUSTER_HINT, attempt
+from bkctl.metadata.store import NO_CLUSTER_HINT, map_each
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,8 +30,6 @@ R = TypeVar("R")
 #: Changes in one request; the server takes no request above 1 MiB (jute.maxbuffer).
 _CHANGES_MAX: Final = 256
 _CHANGES_SIZE_BYTES_MAX: Final = 1 << 19
-_EXISTING_MAX: Final = 16_384
-_SLASH: Final = re.compile("/")
 
 
 class NewNode(NamedTuple):
@@ -47,11 +43,6 @@ class NewNode(NamedTuple):
 
 class ZooKeeperNodes(ZooKeeperReads):
     """The changes of a store's nodes, over `connection`."""
-
-    def __init__(self, connection: ZooKeeperConnection) -> None:
-        super().__init__(connection)
-        #: Full paths of parents that exist, or did.
-        self._existing: set[str] = set()
 
     def _stat(self, full: str) -> Any:
         """Return the stat of the node at a full path, None for a missing node."""
@@ -84,7 +75,6 @@ class ZooKeeperNodes(ZooKeeperReads):
             except NoNodeError:
                 created = self._create_with_parents(path, node)
             if created is not None:
-                self._note_existing(_parent(node.full))
                 return created
             if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
                 raise connection.timed_out()
@@ -101,7 +91,6 @@ class ZooKeeperNodes(ZooKeeperReads):
             return node.full
         if problem is results[-1] and isinstance(problem, NodeExistsError):
             raise AlreadyExists(f"{path or self._connection.root} exists in {name}") from problem
-        self._existing.difference_update(node.full[: match.start()] for match in _SLASH.finditer(node.full, 1))
         if isinstance(problem, UNAUTHORIZED):
             raise self._connection.unauthorized(node.full, repeated=call.repeated) from problem
         if not isinstance(problem, NodeExistsError | NoNodeError):
@@ -142,28 +131,18 @@ class ZooKeeperNodes(ZooKeeperReads):
 
         Raises NotFound when the root is missing, unless `path` is the root.
         """
-        root = self._connection.root
+        client, root = self._connection.client, self._connection.root
         parts = self._connection.full(path)[1:].split("/")[:-1]
         parents = ["/" + "/".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        last_existing = max((index for index, parent in enumerate(parents) if parent in self._existing), default=-1)
-        for index in range(last_existing + 1, len(parents)):
-            if self._stat(parents[index]) is None:
-                if path and root in parents[index:]:
-                    raise NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
-                return parents[index:]
-            self._note_existing(parents[index])
-        # A parent was deleted since it was seen: the next attempt looks at all of them.
-        self._existing.difference_update(parents)
-        return []
+        asked = {parent: client.exists_async(parent) for parent in parents}  # all at once
 
-    def _note_existing(self, full: str) -> None:
-        if len(self._existing) >= _EXISTING_MAX:
-            self._existing.clear()
-        self._existing.add(full)
+        def stat(full: str) -> Any:
+            return asked.pop(full, None) or client.exists_async(full)
 
-    def _has_parent(self, path: str) -> bool:
-        """Return whether the parent of the node at `path` was seen to exist."""
-        return _parent(self._connection.full(path)) in self._existing
+        missing = [parent for parent in parents if self._connection.run(stat, parent) is None]
+        if path and root in missing:
+            raise NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
+        return missing
 
     def _change_many(
         self,
@@ -189,7 +168,7 @@ class ZooKeeperNodes(ZooKeeperReads):
                 if answers is not None:
                     results += map(result, answers)
                     continue
-            results += [attempt(change_one, item, repeated) for item in chunk]
+            results += map_each(lambda item, repeated=repeated: change_one(item, repeated), chunk)  # type: ignore[misc]
         return results
 
     def _transact(
@@ -217,10 +196,6 @@ def _chunks(items: Sequence[T], size: Callable[[T], int]) -> Sequence[list[T]]:
             chunk.append(waiting.popleft())
         chunks.append(chunk)
     return chunks
-
-
-def _parent(full: str) -> str:
-    return full.rpartition("/")[0]
 
 
 def is_problem(result: object) -> bool:

@@ -89,14 +89,8 @@ class ZooKeeperStore(ZooKeeperSession):
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """See MetadataStore.put_many; new nodes whose parents may be missing have requests of their own."""
-        is_apart = [version == NEW and not self._has_parent(path) for path, _, version in nodes]
-        apart = [node for node, alone in zip(nodes, is_apart, strict=True) if alone]
-        others = [node for node, alone in zip(nodes, is_apart, strict=True) if not alone]
-        written, written_together = iter(super().put_many(apart)), iter(self._put_many(others))
-        return [next(written if alone else written_together) for alone in is_apart]
+        """See MetadataStore.put_many: in transactions."""
 
-    def _put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         def add(transaction: Any, node: tuple[str, bytes, int]) -> None:
             path, value, expected = node
             if expected == NEW:
