@@ -221,6 +221,25 @@ class StoreSecurity:
 NO_SECURITY: Final = StoreSecurity()
 
 
+class StoreConnection:
+    """The settings of a connection to a store over the network.
+
+    `timeout_s` is the longest wait for an answer, `connect_timeout_s` that for the connection (None: as long),
+    `session_timeout_s` the time for which the store keeps the ephemerals of a dead client.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
+        session_timeout_s: float = 10.0,  # zkTimeout, which Apache's driver takes for etcd's leases too
+        security: StoreSecurity = NO_SECURITY,
+    ) -> None:
+        self.timeout_s, self.session_timeout_s, self.security = timeout_s, session_timeout_s, security
+        self.connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
+
+
 def is_path(path: str) -> bool:
     """Return whether `path` names a node: "" is the root, RACKS the racks, else parts below the root joined by "/"."""
     return path in ("", RACKS) or not (

@@ -37,11 +37,11 @@ _LEASE_REFRESHES: Final = 3  # within its time to live
 class EtcdSession(EtcdNodes):
     """Ephemerals and claims under one lease; after a lost lease the ephemerals are created again under a new one."""
 
-    def __init__(self, connection: EtcdConnection, root: str, session_timeout_s: float) -> None:
+    def __init__(self, connection: EtcdConnection, root: str) -> None:
         super().__init__(connection, root)
         #: The lease of all ephemerals and claims; 0: none is granted.
         self.lease_id = 0
-        self._session_timeout_s = self._ttl_s = session_timeout_s
+        self._ttl_s = connection.session_timeout_s
         self.ephemerals = Ephemerals(self._put_ephemeral, self.delete, self._expiry_s, self._keep)
         self._lease_lock = threading.Lock()
 
@@ -71,7 +71,7 @@ class EtcdSession(EtcdNodes):
 
     def _expiry_s(self, path: str) -> float:
         """Return the seconds after which the lease that holds the key, without a keeper, is certainly over."""
-        granted_s, found = self._session_timeout_s, self._read(self._key(path))
+        granted_s, found = self._connection.session_timeout_s, self._read(self._key(path))
         if found is not None and found.lease:
             answer, _ = self._connection.send("LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=found.lease))
             granted_s = max(granted_s, answer.grantedTTL)
@@ -121,7 +121,7 @@ class EtcdSession(EtcdNodes):
         """Return the lease, granted where there is none."""
         with self._lease_lock:
             if not self.lease_id:
-                request = etcdrpc.LeaseGrantRequest(TTL=max(1, round(self._session_timeout_s)))
+                request = etcdrpc.LeaseGrantRequest(TTL=max(1, round(self._connection.session_timeout_s)))
                 answer, _ = self._connection.send("LeaseGrant", request)
                 self.lease_id, self._ttl_s = int(answer.ID), float(answer.TTL)
             return self.lease_id

@@ -48,10 +48,8 @@ from bkctl.metadata.backends.etcd.requests import (
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
-    NO_SECURITY,
     AbsolutePath,
     MetadataStore,
-    StoreSecurity,
     Versioned,
     check_path,
     check_size,
@@ -59,7 +57,6 @@ from bkctl.metadata.store import (
     names_in,
 )
 
-SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout, which Apache's driver takes for its leases too
 PAGE_SIZE: Final = 1000
 #: Nodes whose children one request reads.
 DIRECTORY_BATCH_SIZE: Final = 16
@@ -74,25 +71,13 @@ _PUTS_SIZE_BYTES_MAX: Final = 1 << 20
 class EtcdStore(EtcdSession):
     """`MetadataStore` on the etcd cluster whose `hosts` are (host, port) pairs, below the key `root` (`/ledgers`).
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
-    (None: `timeout_s`); Unauthorized for a wrong user or password; UsageError for unreadable TLS files, and options
-    that etcd lacks.
+    `settings` are StoreConnection's. Raises Unreachable, naming the hosts: at once when each refuses or none resolves,
+    else after `connect_timeout_s`; Unauthorized for a wrong user or password; UsageError for unreadable TLS files, and
+    options that etcd lacks.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[tuple[str, int]],
-        root: str,
-        *,
-        timeout_s: float = 30.0,
-        connect_timeout_s: float | None = None,
-        session_timeout_s: float = SESSION_TIMEOUT_S,
-        security: StoreSecurity = NO_SECURITY,
-    ) -> None:
-        connection = EtcdConnection(
-            hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, security=security
-        )
-        super().__init__(connection, root, session_timeout_s)
+    def __init__(self, hosts: Sequence[tuple[str, int]], root: str, **settings: Any) -> None:
+        super().__init__(EtcdConnection(hosts, root, **settings), root)
         self._watches = EtcdWatches(self._connection)
         #: Of the directory that was listed last: the next call continues there.
         self._last_pages = PageRange(b"")

@@ -39,7 +39,7 @@ from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
-from bkctl.metadata.store import StoreSecurity, failure_reason, full_path, refusals
+from bkctl.metadata.store import StoreConnection, failure_reason, full_path, refusals
 
 if TYPE_CHECKING:
     import ssl
@@ -88,28 +88,17 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         return connection
 
 
-class ZooKeeperConnection:
+class ZooKeeperConnection(StoreConnection):
     """One session on the ensemble `hosts` (`HOST:PORT,HOST:PORT`), with paths below the node `root`.
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
-    (None: `timeout_s`).
+    `settings` are StoreConnection's. Raises Unreachable, naming the hosts: at once when each refuses or none resolves,
+    else after `connect_timeout_s`.
     """
 
-    def __init__(
-        self,
-        hosts: str,
-        root: str,
-        *,
-        timeout_s: float,
-        session_timeout_s: float,
-        security: StoreSecurity,
-        connect_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, hosts: str, root: str, **settings: Any) -> None:
+        super().__init__(**settings)
         self.hosts = hosts
         self.root = root
-        self.timeout_s = timeout_s
-        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
-        self.session_timeout_s = session_timeout_s
         self.is_closed = False
         self.connected = threading.Event()
         #: ZooKeeper refused the login: kazoo tries no more.
@@ -120,14 +109,13 @@ class ZooKeeperConnection:
         self.on_new_session: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._session_lost = False
-        self._security = security
-        self._tls = security.tls_context()
+        self._tls = self.security.tls_context()
         self.client = self.new_client()
         self.client.add_listener(self._on_state)
 
     def new_client(self) -> KazooClient:
         """Return a client for a session of its own, not started."""
-        security = self._security
+        security = self.security
         has_digest = security.user is not None and not security.sasl
         sasl = {"mechanism": "DIGEST-MD5", "username": security.user, "password": security.password}
         return KazooClient(
@@ -148,7 +136,7 @@ class ZooKeeperConnection:
 
     def open(self) -> None:
         """Wait for the session. Raises Unreachable, TimedOut."""
-        timeout_s = self._connect_timeout_s
+        timeout_s = self.connect_timeout_s
         deadline = time.monotonic() + timeout_s
         self.client.start_async()
         if self.connected.wait(min(_FIRST_ANSWER_S, timeout_s)):

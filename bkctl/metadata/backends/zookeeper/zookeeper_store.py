@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, NoNodeError, NotEmptyError
 from kazoo.handlers.threading import KazooTimeoutError
@@ -14,35 +14,19 @@ from bkctl.metadata.backends.zookeeper.zookeeper_connection import UNAUTHORIZED,
 from bkctl.metadata.backends.zookeeper.zookeeper_nodes import NewNode, is_problem
 from bkctl.metadata.backends.zookeeper.zookeeper_session import ZooKeeperSession
 from bkctl.metadata.backends.zookeeper.zookeeper_watches import ZooKeeperWatches
-from bkctl.metadata.store import NEW, NO_SECURITY, StoreSecurity, check_size
-
-SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
+from bkctl.metadata.store import NEW, check_size
 
 
 class ZooKeeperStore(ZooKeeperSession):
     """`MetadataStore` on the ZooKeeper ensemble `hosts` (`HOST:PORT,HOST:PORT`) below the node `root` (`/ledgers`).
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
-    (None: `timeout_s`).
+    `settings` are StoreConnection's. Raises Unreachable, naming the hosts: at once when each refuses or none resolves,
+    else after `connect_timeout_s`.
     """
 
-    def __init__(
-        self,
-        hosts: str,
-        root: str,
-        *,
-        timeout_s: float = 30.0,
-        connect_timeout_s: float | None = None,
-        session_timeout_s: float = SESSION_TIMEOUT_S,
-        security: StoreSecurity = NO_SECURITY,
-    ) -> None:
+    def __init__(self, hosts: str, root: str, **settings: Any) -> None:
         self.hosts = hosts
-        super().__init__(
-            ZooKeeperConnection(
-                hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s,
-                session_timeout_s=session_timeout_s, security=security,
-            )
-        )  # fmt: skip
+        super().__init__(ZooKeeperConnection(hosts, root, **settings))
         self.name = self._connection.name
         self._watches = ZooKeeperWatches(self._connection, self.ephemerals.restore)
         try:
