@@ -201,10 +201,8 @@ class StoreSecurity:
             return self
         merged = self
         if not self.tls:
-            merged = replace(
-                merged, tls=other.tls, ca=other.ca, certificate=other.certificate, key=other.key,
-                key_password=other.key_password, verify_hostname=other.verify_hostname,
-            )  # fmt: skip
+            names = ("tls", "ca", "certificate", "key", "key_password", "verify_hostname")
+            merged = replace(merged, **{name: getattr(other, name) for name in names})
         if self.user is None:
             merged = replace(merged, user=other.user, password=other.password, sasl=other.sasl)
         return merged

@@ -222,23 +222,17 @@ def replace_bookie(
 
 
 def _replace_in(cluster: Cluster, ledger: LedgerId, old: str, new: str) -> Replacement:
-    manager = cluster.ledgers
-    path = manager.path(ledger)
     while True:
-        raw = cluster.store.get(path)
-        if raw is None:
-            return Replacement(ledger, 0, "It was deleted meanwhile")
-        metadata = LedgerMetadata.parse(raw.value, f"ledger {ledger} at {path}")
-        updated, outcome = _replaced(ledger, metadata, old, new)
-        if outcome.problem is not None or outcome.fragment_count == 0:
-            return outcome
         try:
-            manager.write(ledger, updated, raw.version)
+            found = cluster.ledgers.read(ledger)
+            updated, outcome = _replaced(ledger, found.metadata, old, new)
+            if outcome.problem is None and outcome.fragment_count:
+                cluster.ledgers.write(ledger, updated, found.version)
+            return outcome
         except MetadataVersionConflict:
             continue
         except LedgerNotFound:
             return Replacement(ledger, 0, "It was deleted meanwhile")
-        return outcome
 
 
 def _replaced(ledger: LedgerId, metadata: LedgerMetadata, old: str, new: str) -> tuple[LedgerMetadata, Replacement]:
