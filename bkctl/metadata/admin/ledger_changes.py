@@ -11,12 +11,13 @@ from bkctl.errors import BkctlError, Conflict, LedgerNotFound, MetadataVersionCo
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.store import value_of
 from bkctl.pace import Pace
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from bkctl.metadata.store import Versioned
+    from bkctl.metadata.ledgers import VersionedMetadata
 
 CONCURRENCY: Final = 16
 #: Ledgers whose metadata is read together.
@@ -125,7 +126,7 @@ def remove_ledgers(
             yield done
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
-        for ledger, found in _values(cluster, ids, pace):
+        for ledger, found in _read(cluster, ids, pace):
             under_way.append(executor.submit(_remove, cluster, ledger, found, states, keep_missing))
             if len(under_way) >= CONCURRENCY or (pace.steps_per_s is not None and under_way[0].done()):
                 yield from next_done()
@@ -137,34 +138,30 @@ def remove_ledgers(
         raise failure
 
 
-def _values(
+def _read(
     cluster: Cluster, ids: Iterable[LedgerId], pace: Pace
-) -> Iterator[tuple[LedgerId, Versioned[bytes] | None]]:
-    """Yield each ledger with the bytes of its metadata, at that pace."""
+) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+    """Yield each ledger with its metadata, or the error of it, at that pace."""
     left = iter(ids)
     # Metadata that is read far ahead changes before its turn.
     while batch := list(islice(left, _BATCH_COUNT if pace.steps_per_s is None else 1)):
         pace.take(steps=len(batch))
-        yield from cluster.ledgers.values(batch)
+        yield from cluster.ledgers.read_many(batch)
 
 
 def _remove(
     cluster: Cluster,
     ledger: LedgerId,
-    found: Versioned[bytes] | None,
+    found: VersionedMetadata | BkctlError,
     states: Collection[str],
     keep_missing: bool,
 ) -> Removal:
-    """Remove the ledger whose metadata was `found`; every error is in the result."""
+    """Remove the ledger in the version `found`; every error is in the result."""
     metadata: LedgerMetadata | None = None
     try:
-        path = cluster.ledgers.path(ledger)
-        if found is None:
-            cluster.ledgers.read(ledger)  # raises LedgerNotFound
-            raise Conflict(f"Ledger {ledger} was created just now")
-        metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {cluster.store.name}")
+        metadata, version, _ = value_of(found)
         check_state(ledger, metadata, states)
-        cluster.ledgers.remove(ledger, found.version)
+        cluster.ledgers.remove(ledger, version)
     except LedgerNotFound as error:
         return Removal(ledger, metadata, False, None if keep_missing else error)
     except BkctlError as error:
