@@ -348,7 +348,7 @@ def _panel(finding: HealthFinding, *, color: bool) -> str:
 
 def _find_open(run: Run, cluster: Cluster, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
     """Return the findings, and those that are muted."""
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
 
     found = find_all(run, cluster, look)
     codes = {mute.code for mute in HealthMutes(cluster).active()}
@@ -389,7 +389,7 @@ def health_detail(run: Run, look: HealthLook) -> None:
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
     """
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
@@ -434,7 +434,7 @@ def mute_health(
 
     $ bkctl cluster health mute bookie-down --for 2h
     """
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
@@ -448,7 +448,7 @@ def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
 
     $ bkctl cluster health unmute bookie-down
     """
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
 
     with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
         run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
@@ -457,7 +457,7 @@ def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
 @command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",), prints=rows_of(MUTE_COLUMNS))
 def list_mutes(run: Run) -> None:
     """List the muted codes, with time and user."""
-    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.admin.health import HealthMutes
 
     with run.access.cluster() as cluster:
         run.out.render(HealthMutes(cluster).active(), MUTE_COLUMNS)

@@ -5,9 +5,10 @@ Source: ZKRegistrationManager, ZKRegistrationClient, ZkLayoutManager, AbstractZk
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
@@ -157,24 +158,24 @@ class CookieStore:
 
         Raises AlreadyExists, NotFound, MetadataVersionConflict.
         """
-        try:
+        with self._errors(bookie_id, may_create=expected in (NEW, None)):
             return self.store.put(_cookie_path(bookie_id), cookie.serialize(), expected)
-        except AlreadyExists as error:
-            raise AlreadyExists(f"Bookie {bookie_id} has a cookie") from error
-        except NotFound as error:
-            if expected in (NEW, None):  # The cluster is missing, and the error says so.
-                raise
-            raise NotFound(f"Bookie {bookie_id} has no cookie") from error
-        except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(
-                f"The cookie of bookie {bookie_id} changed meanwhile", may_be_applied=error.may_be_applied
-            ) from error
 
     def remove(self, bookie_id: str, expected: int | None) -> None:
         """Delete the cookie, in version `expected` only if given. Raises NotFound, MetadataVersionConflict."""
-        try:
+        with self._errors(bookie_id):
             self.store.delete(_cookie_path(bookie_id), expected)
+
+    @contextlib.contextmanager
+    def _errors(self, bookie_id: str, *, may_create: bool = False) -> Iterator[None]:
+        """Name the bookie in the store's errors about its cookie."""
+        try:
+            yield
+        except AlreadyExists as error:
+            raise AlreadyExists(f"Bookie {bookie_id} has a cookie") from error
         except NotFound as error:
+            if may_create:  # The cluster is missing, and the error says so.
+                raise
             raise NotFound(f"Bookie {bookie_id} has no cookie") from error
         except MetadataVersionConflict as error:
             raise MetadataVersionConflict(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from itertools import tee
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
+from bkctl.metadata.backends.sessions import Ephemerals
 
 if TYPE_CHECKING:
     import socket
@@ -201,10 +201,8 @@ class StoreSecurity:
             return self
         merged = self
         if not self.tls:
-            merged = replace(
-                merged, tls=other.tls, ca=other.ca, certificate=other.certificate, key=other.key,
-                key_password=other.key_password, verify_hostname=other.verify_hostname,
-            )  # fmt: skip
+            names = ("tls", "ca", "certificate", "key", "key_password", "verify_hostname")
+            merged = replace(merged, **{name: getattr(other, name) for name in names})
         if self.user is None:
             merged = replace(merged, user=other.user, password=other.password, sasl=other.sasl)
         return merged
@@ -219,6 +217,25 @@ class StoreSecurity:
 
 
 NO_SECURITY: Final = StoreSecurity()
+
+
+class StoreConnection:
+    """The settings of a connection to a store over the network.
+
+    `timeout_s` is the longest wait for an answer, `connect_timeout_s` that for the connection (None: as long),
+    `session_timeout_s` the time for which the store keeps the ephemerals of a dead client.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
+        session_timeout_s: float = 10.0,  # zkTimeout, which Apache's driver takes for etcd's leases too
+        security: StoreSecurity = NO_SECURITY,
+    ) -> None:
+        self.timeout_s, self.session_timeout_s, self.security = timeout_s, session_timeout_s, security
+        self.connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
 
 
 def is_path(path: str) -> bool:
@@ -292,8 +309,7 @@ class MetadataStore(Closing):
 
     #: Name of this store in messages: `/ledgers of ZooKeeper at 127.0.0.1:2181`.
     name: str
-    #: Path of an `ephemeral` of ours → time (monotonic clock) since which another owner holds it.
-    _usurped_since_s: dict[str, float] | None = None
+    ephemerals: Ephemerals
     _invalid_names: dict[str, None] | None = None
 
     @abstractmethod
@@ -411,7 +427,6 @@ class MetadataStore(Closing):
                     pass
         return True
 
-    @abstractmethod
     def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
         """Keep a node at `path` for as long as this store object lives; set the value of a node that we own already.
 
@@ -419,20 +434,12 @@ class MetadataStore(Closing):
         node, wait `wait_s` seconds (None: until the session of a dead owner is over), then raise AlreadyExists.
         `value` None: create nothing, and only wait so.
         """
+        check_size(path, value or b"")
+        self.ephemerals.hold(path, value, wait_s, self.name)
 
     def usurped_s(self, path: str) -> float:
         """Seconds since another owner was first seen to hold our `ephemeral` at `path`; 0 while we hold it."""
-        since_s = (self._usurped_since_s or {}).get(path)
-        return 0.0 if since_s is None else max(time.monotonic() - since_s, 0.001)
-
-    def _note_owner(self, path: str, *, is_ours: bool) -> None:
-        """Record whether our `ephemeral` at `path` is ours, after an attempt to create it again."""
-        if self._usurped_since_s is None:
-            self._usurped_since_s = {}
-        if is_ours:
-            self._usurped_since_s.pop(path, None)
-        else:
-            self._usurped_since_s.setdefault(path, time.monotonic())
+        return self.ephemerals.usurped_s(path)
 
     @abstractmethod
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:

@@ -95,6 +95,14 @@ class UnderreplicationLayout:
         self._prepared = True
 
 
+class _Part:
+    """A part of one cluster's auto-recovery. Methods raise Unreachable, as `MetadataStore`."""
+
+    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
+        self.store = store
+        self._layout = layout or UnderreplicationLayout(store)
+
+
 def base_path(scoped: bool) -> str:
     """Return the directory of scope 0, or with `scoped` of all other scopes."""
     return SCOPED if scoped else UNDERREPLICATION
@@ -132,12 +140,11 @@ class LedgerLock(NamedTuple):
     ctime_ms: int | None
 
 
-class LedgerLocks:
-    """The locks of one cluster, in all scopes. Methods raise Unreachable, as `MetadataStore`."""
+class LedgerLocks(_Part):
+    """The locks of one cluster, in all scopes."""
 
     def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        self.store = store
-        self._layout = layout or UnderreplicationLayout(store)
+        super().__init__(store, layout)
         self._claims: dict[LedgerId, Claim] = {}
         self._claims_lock = threading.Lock()
 
@@ -261,12 +268,8 @@ class MarkChange(NamedTuple):
     changed: bool
 
 
-class LedgerMarks:
-    """The marks of one cluster, in all scopes. Methods raise Unreachable, as `MetadataStore`."""
-
-    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        self.store = store
-        self._layout = layout or UnderreplicationLayout(store)
+class LedgerMarks(_Part):
+    """The marks of one cluster, in all scopes."""
 
     def list(self, scope_id: int | None = 0) -> Iterator[tuple[LedgerId, UnderreplicatedLedger | BkctlError]]:
         """Yield the marked ledgers of the scope (None: of every scope) in ascending order.
@@ -428,12 +431,8 @@ class AuditorCheck(Enum):
     REPLICAS = "replicascheckctime"
 
 
-class AutoRecoverySettings:
-    """The settings of one cluster's auto-recovery. Methods raise Unreachable, as `MetadataStore`."""
-
-    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        self.store = store
-        self._layout = layout or UnderreplicationLayout(store)
+class AutoRecoverySettings(_Part):
+    """The settings of one cluster's auto-recovery."""
 
     def is_enabled(self) -> bool:
         """Return whether auto-recovery is on."""
@@ -513,15 +512,8 @@ class AutoRecoverySettings:
 _VOTE: Final = re.compile("V_(-?[0-9]{9,10})", re.ASCII)
 
 
-class AuditorElection:
-    """The elections of one cluster: one for scope 0, shared with Apache's auditors; with `scoped` ours for the rest.
-
-    Methods raise Unreachable, as `MetadataStore`.
-    """
-
-    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        self.store = store
-        self._layout = layout or UnderreplicationLayout(store)
+class AuditorElection(_Part):
+    """The elections of one cluster: one for scope 0, shared with Apache's auditors; with `scoped` ours for the rest."""
 
     def votes(self, *, scoped: bool = False) -> tuple[str | BkctlError, ...]:
         """Return the ids of the voting bookies in the order of their votes; the first one is the auditor.

@@ -24,7 +24,7 @@ from .listing import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_col
 
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss, RecoveryPlan
-    from bkctl.metadata.admin.removal import Removal, RemovalPlan
+    from bkctl.metadata.admin.ledger_changes import Removal, RemovalPlan
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -66,7 +66,7 @@ def delete(
     $ bkctl ledger delete 12 --dry-run
     $ bkctl ledger delete 12 13 --if-state CLOSED --yes
     """
-    from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
+    from bkctl.metadata.admin.ledger_changes import plan_removal, remove_ledgers
 
     states = parse_states(if_state, "--if-state")
     errors: list[BkctlError] = []

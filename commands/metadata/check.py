@@ -187,7 +187,7 @@ def replace_bookie_id(
     $ bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run
     """
     from bkctl.ids import check_bookie_id
-    from bkctl.metadata.admin.bookie_replacement import replace_bookie
+    from bkctl.metadata.admin.ledger_changes import replace_bookie
 
     if old is None or new is None:
         raise UsageError("--from BOOKIE and --to BOOKIE are required")

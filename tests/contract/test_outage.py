@@ -189,13 +189,13 @@ def test_usurped_registration_is_reported_after_a_lost_session(zookeeper: Any, m
     with open_cluster(uri, create=True) as bookie, open_cluster(uri) as other:
         bookie.bookies.register("bookie-1", INFO)
         taken = threading.Event()
-        hold = bookie.store._session.put
+        hold = bookie.store._put_ephemeral
 
         def hold_late(*arguments: Any) -> Any:
             taken.wait(LIMIT_S)
             return hold(*arguments)
 
-        monkeypatch.setattr(bookie.store._session, "put", hold_late)
+        monkeypatch.setattr(bookie.store, "_put_ephemeral", hold_late)
         assert bookie.bookies.usurped_s("bookie-1") == 0
         end_session(bookie.store)
         eventually(lambda: other.bookies.get("bookie-1") is None)

@@ -244,6 +244,9 @@ class Session(MetadataStore):
                 raise AlreadyExists(f"{path} is another's")
             world.sleep(0.2)
 
+    def usurped_s(self, path: str) -> float:
+        return 0.0
+
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         def call() -> Claim:
             place = path

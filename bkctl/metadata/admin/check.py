@@ -213,25 +213,16 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
             yield Orphan("unknown-node", name, None, _count(store, name), False, "No part of a BookKeeper cluster")
 
 
-def remove_orphan(cluster: Cluster, orphan: Orphan) -> None:
-    """Remove a removable orphan and all nodes below it."""
-    store = cluster.store
-    if orphan.code == "orphaned-mark":
-        assert orphan.ledger is not None
-        found = store.get(orphan.path)
-        if found is not None:
-            LedgerMarks(store).remove(orphan.ledger, found.version)
-        return
-    for path in _leaves_first(store, orphan.path):
-        value = store.get(path)
-        if value is not None:
-            store.delete(path, value.version)
-
-
 def remove_orphans(cluster: Cluster, orphans: Iterable[Orphan]) -> None:
-    """Remove removable orphans."""
+    """Remove removable orphans, and all nodes below them."""
+    store = cluster.store
     for orphan in orphans:
-        remove_orphan(cluster, orphan)
+        for path in _leaves_first(store, orphan.path):
+            found = store.get(path)
+            if found is not None and orphan.ledger is not None:
+                LedgerMarks(store).remove(orphan.ledger, found.version)
+            elif found is not None:
+                store.delete(path, found.version)
 
 
 def _leaves_first(store: MetadataStore, path: str, depth: int = 0) -> Iterator[str]:

@@ -1,23 +1,24 @@
-"""Health findings of a cluster from its metadata store, each with a code and advice."""
+"""Health findings of a cluster from its metadata store, each with a code and advice, and mutes of codes."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, Conflict, MetadataVersionConflict, NotFound
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.pulsar_topics import with_topics
 from bkctl.metadata.replication_failures import ReplicationFailures
-from bkctl.metadata.store import attempt, create_if_missing, delete_if_present
-from bkctl.metadata.underreplication import AuditorCheck, AuditorElection, AutoRecoveryState
+from bkctl.metadata.store import NEW, attempt, create_if_missing, delete_if_present
+from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, AuditorElection, AutoRecoveryState
 
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
@@ -216,7 +217,7 @@ def age_text(age_s: int) -> str:
 def _of_replication(cluster: Cluster, down: list[str], audit_period_s: float) -> Iterator[HealthFinding]:
     state = AutoRecoveryState(cluster.store)
     enabled = state.settings.is_enabled()
-    now_ms = time.time_ns() // 1_000_000
+    now_ms = _now_ms()
     named_count = more_count = 0
     severity = Severity.ERROR if down else Severity.WARNING
     more = _Marks()
@@ -317,7 +318,7 @@ def _of_audits(cluster: Cluster, state: AutoRecoveryState, period_s: float) -> I
         last_ms = attempt(state.settings.check_ctime_ms, AuditorCheck.ALL_LEDGERS, scoped=scoped)
         if isinstance(last_ms, BkctlError) or period_s <= 0 or first is None or bool(first) != scoped:
             continue
-        now_ms = time.time_ns() // 1_000_000
+        now_ms = _now_ms()
         age_s = None if last_ms is None else (now_ms - last_ms) // 1000
         if age_s is None and has_auditor and _is_young(cluster, first, now_ms):
             continue  # The first check may still run.
@@ -378,3 +379,87 @@ class HealthCheckSwitch:
         if not enabled:
             return create_if_missing(self._store, DISABLE_HEALTH_CHECK, b"")
         return delete_if_present(self._store, DISABLE_HEALTH_CHECK)
+
+
+MUTES: Final = f"{UNDERREPLICATION}/bkctlHealthMutes"
+_MUTE_ATTEMPTS: Final = 10
+
+
+class Mute(NamedTuple):
+    """A muted code. Times are in milliseconds since 1970; `until_ms` None: until it is unmuted."""
+
+    code: str
+    since_ms: int
+    until_ms: int | None
+    user: str
+
+
+class HealthMutes:
+    """The mutes of one cluster. A damaged node mutes nothing. Methods raise Unreachable.
+
+    One node holds them as JSON: code → since, until (milliseconds since 1970, or null) and user. Apache's processes
+    read only the nodes that they know below `underreplication`, and remove that tree with the cluster.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._store = cluster.store
+        cluster.layout()
+
+    def active(self) -> list[Mute]:
+        """Return the mutes in effect, by code."""
+        found = self._store.get(MUTES)
+        return [] if found is None else self._parse(found.value)
+
+    def mute(self, code: HealthCode, *, duration_s: float | None, user: str) -> Mute:
+        """Mute a code for a time, or until it is unmuted; an older mute of the code is replaced."""
+        now_ms = _now_ms()
+        until_ms = None if duration_s is None else now_ms + round(1000 * duration_s)
+        mute = Mute(code.value, now_ms, until_ms, user)
+        self._change(lambda mutes: {**mutes, mute.code: mute})
+        return mute
+
+    def unmute(self, code: HealthCode) -> Mute:
+        """End the mute of a code, and return it. Raises NotFound for a code that is not muted."""
+        ended: list[Mute] = []
+
+        def without(mutes: dict[str, Mute]) -> dict[str, Mute]:
+            if code.value not in mutes:
+                raise NotFound(f"{code.value} is not muted", hint="'bkctl cluster health mutes' lists the mutes")
+            ended[:] = [mutes.pop(code.value)]
+            return mutes
+
+        self._change(without)
+        return ended[0]
+
+    def _change(self, change: Callable[[dict[str, Mute]], dict[str, Mute]]) -> None:
+        for _ in range(_MUTE_ATTEMPTS):
+            found = self._store.get(MUTES)
+            mutes = {} if found is None else {mute.code: mute for mute in self._parse(found.value)}
+            value = json.dumps(
+                {
+                    mute.code: {"since": mute.since_ms, "until": mute.until_ms, "user": mute.user}
+                    for mute in change(mutes).values()
+                }
+            )
+            try:
+                self._store.put(MUTES, value.encode(), NEW if found is None else found.version)
+            except (Conflict, NotFound):  # Another command changed the mutes.
+                continue
+            return
+        raise MetadataVersionConflict(f"{MUTES} in {self._store.name} changes all the time", hint="try again")
+
+    @staticmethod
+    def _parse(value: bytes) -> list[Mute]:
+        try:
+            mutes = [
+                Mute(str(code), int(each["since"]), None if each["until"] is None else int(each["until"]), each["user"])
+                for code, each in json.loads(value).items()
+            ]
+        except (ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError):
+            return []
+        now_ms = _now_ms()
+        return sorted(mute for mute in mutes if mute.until_ms is None or mute.until_ms > now_ms)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

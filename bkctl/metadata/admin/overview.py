@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
-from bkctl.formats.metadata import LedgerMetadata, LedgerState
+from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_rows
@@ -220,6 +221,7 @@ def list_ledgers(
             yield ledger, found
 
 
+@dataclass
 class LedgerListing:
     """The ledgers of a scope (None: all) that a query finds, in order, up to `limit`.
 
@@ -227,30 +229,23 @@ class LedgerListing:
     read, `found` of those that the query found.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        scope_id: int | None,
-        query: LedgerQuery,
-        *,
-        after: LedgerId | None = None,
-        limit: int | None = None,
-        skip: Callable[[BkctlError], None] | None = None,
-        progress: Callable[[int], None] = lambda _: None,
-        found: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        self._cluster, self._scope_id, self._after, self._limit = cluster, scope_id, after, limit
-        self._query = query if query.needs_metadata else NO_QUERY
-        self._skip, self._progress, self._found = skip, progress, found
-        self.found_count = 0
-        #: Ledgers whose metadata could not be read → the error.
-        self.unreadable: dict[LedgerId, str] = {}
+    cluster: Cluster
+    scope_id: int | None
+    query: LedgerQuery
+    after: LedgerId | None = field(default=None, kw_only=True)
+    limit: int | None = field(default=None, kw_only=True)
+    skip: Callable[[BkctlError], None] | None = field(default=None, kw_only=True)
+    progress: Callable[[int], None] = field(default=lambda _: None, kw_only=True)
+    found: Callable[[int], None] = field(default=lambda _: None, kw_only=True)
+    found_count: int = field(default=0, init=False)
+    #: Ledgers whose metadata could not be read → the error.
+    unreadable: dict[LedgerId, str] = field(default_factory=dict, init=False)
 
     def ids(self) -> Iterator[LedgerId]:
         """Yield the ids; without a query they are known without metadata."""
-        if self._query.needs_metadata:
+        if self.query.needs_metadata:
             return (ledger for ledger, _ in self._ledgers())
-        return islice(self._cluster.ledgers.ledgers(self._scope_id, self._after), self._limit)
+        return islice(self.cluster.ledgers.ledgers(self.scope_id, self.after), self.limit)
 
     def rows(self) -> Iterator[LedgerRow]:
         """Yield the rows. Raises NotFound if the bookie of the query is unknown, and no ledger names it."""
@@ -258,14 +253,14 @@ class LedgerListing:
 
     def _ledgers(self) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
         found = list_ledgers(
-            self._cluster, self._scope_id, after=self._after, query=self._query,
-            unreadable=None if self._skip is None else self._note_unreadable, progress=self._progress,
+            self.cluster, self.scope_id, after=self.after, query=self.query if self.query.needs_metadata else NO_QUERY,
+            unreadable=None if self.skip is None else self._note_unreadable, progress=self.progress,
         )  # fmt: skip
-        return self._counted(islice(found, self._limit)) if self._query.needs_metadata else islice(found, self._limit)
+        return self._counted(islice(found, self.limit)) if self.query.needs_metadata else islice(found, self.limit)
 
     def _note_unreadable(self, ledger: LedgerId, error: BkctlError) -> None:
-        if self.unreadable.get(ledger) != str(error) and self._skip is not None:
-            self._skip(error)
+        if self.unreadable.get(ledger) != str(error) and self.skip is not None:
+            self.skip(error)
         self.unreadable[ledger] = str(error)
 
     def _counted(
@@ -274,10 +269,10 @@ class LedgerListing:
         before = self.found_count
         for each in ledgers:
             self.found_count += 1
-            self._found(self.found_count)
+            self.found(self.found_count)
             yield each
-        bookie_id = self._query.bookie_id
-        if self.found_count == before and bookie_id is not None and self._cluster.bookies.get(bookie_id) is None:
+        bookie_id = self.query.bookie_id
+        if self.found_count == before and bookie_id is not None and self.cluster.bookies.get(bookie_id) is None:
             raise NotFound(
                 f"No bookie {bookie_id}, and no such ledger names it", hint="'bkctl bookies list' shows them"
             )
@@ -341,20 +336,17 @@ def count_ledgers_of_bookies(
     cluster: Cluster,
     limit: int | None,
     *,
-    seen: Callable[[LedgerId, LedgerMetadata], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Counter[str] | None:
     """Count the ledgers of every scope on each bookie; None if there are more than `limit` ledgers.
 
-    Ledgers with unreadable metadata do not count: `metadata check` finds them. `seen` gets each other ledger,
-    `progress` the number of ledgers read.
+    Ledgers with unreadable metadata do not count: `metadata check` finds them. `progress` gets
+    the number of ledgers read.
     """
     counts = Counter[str]()
     if limit is not None and len(list(islice(cluster.ledgers.ledgers(None), limit + 1))) > limit:
         return None
-    for ledger, found in list_ledgers(cluster, None, unreadable=lambda *_: None, progress=progress):
-        if seen is not None:
-            seen(ledger, found.metadata)
+    for _, found in list_ledgers(cluster, None, unreadable=lambda *_: None, progress=progress):
         counts.update({bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies})
     return counts
 

@@ -34,8 +34,8 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.metadata.backends.ephemerals import Ephemerals
 from bkctl.metadata.backends.processes import may_live, process_identity, process_start
+from bkctl.metadata.backends.sessions import Ephemerals, PolledWatch, PolledWatches
 from bkctl.metadata.store import NEW, RACKS, Claim, MetadataStore, Versioned, attempt, check_path, check_size
 
 HEARTBEAT_MS: Final = 2_000
@@ -65,14 +65,6 @@ _SCHEMA: Final = (
     "INSERT INTO node VALUES('', '', x'', 0, 0, 0, 0, NULL)",
 )
 _NODE: Final = "SELECT {} FROM node WHERE parent = ? AND name = ?"
-
-
-class _Watch:
-    """A callback for a node that was last seen as changed, or with its children changed, at `seen` (None: missing)."""
-
-    def __init__(self, path: str, children: bool, callback: Callable[[], None]) -> None:
-        self.path, self.children, self.callback = path, children, callback
-        self.seen: int | None = None
 
 
 class _SqliteFile:
@@ -199,10 +191,12 @@ class SqliteStore(_SqliteFile, MetadataStore):
 
     def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
         self._session: int | None = None
-        self._ephemerals = Ephemerals(self._put_ephemeral, self._note_owner, self.delete)
+        self.ephemerals = Ephemerals(
+            self._put_ephemeral, self.delete, lambda _: SESSION_EXPIRY_MS / 1000, self._start_thread
+        )
         #: Some ephemerals were lost, and must be created again.
         self._has_lost = False
-        self._watches: dict[int, _Watch] = {}
+        self._watches = PolledWatches(self._states)
         self._sessions_checked_at = float("-inf")
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -264,7 +258,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         with self._transaction() as connection:
-            self._ephemerals.forget(path)
+            self.ephemerals.forget(path)
             row = _row(connection, "version", path)
             if row is None:
                 raise NotFound(f"No {path} in {self.name}")
@@ -329,16 +323,6 @@ class SqliteStore(_SqliteFile, MetadataStore):
                 )
         return True
 
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
-        check_size(path, value or b"")
-        deadline = time.monotonic() + (SESSION_EXPIRY_MS / 1000 if wait_s is None else wait_s)
-        with self._ephemerals.adding(path, value):
-            while not self._put_ephemeral(path, value):
-                if time.monotonic() >= deadline:
-                    raise AlreadyExists(f"{path} is held by another process in {self.name}")
-                time.sleep(WATCH_POLL_MS / 4000)
-        self._start_thread()
-
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         check_size(path, value)
         self._end_dead_sessions(at_once=True)
@@ -394,7 +378,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
         if alive and not self._has_lost:
             return
         self._has_lost = True
-        self._has_lost = not self._ephemerals.restore()
+        self._has_lost = not self.ephemerals.restore()
 
     def _end_dead_sessions(self, *, at_once: bool = False) -> None:
         """Delete the ephemerals of dead sessions; without `at_once` at most once every poll interval."""
@@ -412,21 +396,14 @@ class SqliteStore(_SqliteFile, MetadataStore):
                     _end_session(connection, session_id)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
-        watch = _Watch(check_path(path), children, callback)
-        watch.seen = self._state(watch)
-        with self._lock:
-            self._watches[id(watch)] = watch
+        cancel = self._watches.add(check_path(path), callback, children)
         self._start_thread()
-
-        def cancel() -> None:
-            with self._lock:
-                self._watches.pop(id(watch), None)
-
         return cancel
 
-    def _state(self, watch: _Watch) -> int | None:
-        row = self._node("children_changed" if watch.children else "changed", watch.path)
-        return None if row is None else row[0]
+    def _states(self, watches: list[PolledWatch]) -> Iterator[int | None]:
+        for watch in watches:
+            row = self._node("children_changed" if watch.children else "changed", watch.path)
+            yield None if row is None else row[0]
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -446,22 +423,8 @@ class SqliteStore(_SqliteFile, MetadataStore):
                 if self._watches:
                     self._end_dead_sessions()
                     change = self._rows("SELECT value FROM counter WHERE name = 'change'")[0][0]
-                    if change != last_change and self._call_watches():
+                    if change != last_change and self._watches.poll():
                         last_change = change
-
-    def _call_watches(self) -> bool:
-        """Call the callbacks of changed nodes; return False when one failed, and must be called again."""
-        done = True
-        for watch in list(self._watches.values()):
-            state = self._state(watch)
-            if state == watch.seen or id(watch) not in self._watches:
-                continue
-            try:
-                watch.callback()
-                watch.seen = state
-            except BkctlError:
-                done = False
-        return done
 
     def close(self) -> None:
         with self._lock:

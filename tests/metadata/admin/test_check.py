@@ -12,9 +12,9 @@ import pytest
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.bookie_replacement import replace_bookie
 from bkctl.metadata.admin.check import check_metadata, impossibilities, orphans, remove_orphan
 from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_findings
+from bkctl.metadata.admin.ledger_changes import replace_bookie
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW

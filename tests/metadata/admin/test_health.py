@@ -12,9 +12,15 @@ from bkctl.client.ledger_survey import published_survey
 from bkctl.errors import NotFound
 from bkctl.formats.metadata import BookieServiceInfo, Cookie
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.health import SCOPES_NAMED_MAX, Severity, health_findings, read_only_finding
+from bkctl.metadata.admin.health import (
+    MUTES,
+    SCOPES_NAMED_MAX,
+    HealthMutes,
+    Severity,
+    health_findings,
+    read_only_finding,
+)
 from bkctl.metadata.admin.health_codes import HealthCode
-from bkctl.metadata.admin.health_mutes import MUTES, HealthMutes
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks
@@ -69,7 +75,7 @@ def test_scopes_beyond_the_first_with_marks_share_one_finding(cluster: Cluster, 
 
 def test_mutes_end_by_time_or_request(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     now_ms = 1_000_000
-    monkeypatch.setattr("bkctl.metadata.admin.health_mutes._now_ms", lambda: now_ms)
+    monkeypatch.setattr("bkctl.metadata.admin.health._now_ms", lambda: now_ms)
     mutes = HealthMutes(cluster)
     assert mutes.active() == []
     short = mutes.mute(HealthCode.BOOKIE_DOWN, duration_s=60, user="ann")

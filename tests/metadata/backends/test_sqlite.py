@@ -151,7 +151,7 @@ def test_hidden_process_is_judged_by_its_heartbeat(
                 with pytest.raises(AlreadyExists):
                     store.ephemeral("available/bookie-1", b"ours", wait_s=0)
                 with sqlite3.connect(file) as raw:
-                    raw.execute("UPDATE session SET beat_ms = 0")
+                    raw.execute("UPDATE session SET beat_ms = -3600001")
                 raw.close()
                 store.ephemeral("available/bookie-1", b"successor", wait_s=0)
             store.delete("available/bookie-1")

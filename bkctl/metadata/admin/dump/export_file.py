@@ -134,31 +134,37 @@ class ExportFile(DumpSource):
 
     def records(self) -> Iterator[DumpRecord]:
         """See DumpSource.records. Raises Corrupt, naming the byte; at the end also for a wrong hash or count."""
-        self._file.seek(0)
-        digest = hashlib.sha256()
-        at = count = 0
         last: tuple[int, str] | None = None
-        while line := self._file.readline(LINE_SIZE_BYTES_MAX):
-            if at == 0:
-                digest.update(line)
-                at = len(line)
-                continue
-            fields = self._fields(line, at)
-            if fields.get("kind") == "end":
-                if fields.get("records") != count or fields.get("sha256") != digest.hexdigest():
-                    raise self._changed(at)
-                if self._file.read(1):
-                    raise self._damaged("Data follows the export's last line", at + len(line))
-                return
-            record = self._record(fields, at)
+        for at, line in self._lines():
+            record = self._record(self._fields(line, at), at)
             if last is not None and record.place <= last:
                 raise self._damaged("The export's records are out of order", at)
             last = record.place
             yield record
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines of records, each with its byte, and then raise Corrupt unless the last line ends the export.
+
+        The last line of an incomplete export is yielded too: it may be a record, or the part of one that was written.
+        """
+        self._file.seek(0)
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        digest, at, count = hashlib.sha256(line), len(line), 0
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        while following := self._file.readline(LINE_SIZE_BYTES_MAX):
             digest.update(line)
-            at += len(line)
-            count += 1
-        raise self._cut_short(at)
+            yield at, line
+            line, at, count = following, at + len(line), count + 1
+        try:
+            fields = self._fields(line, at)
+        except CorruptRecord:
+            fields = {}
+        if fields.get("kind") != "end":
+            if line and b'"kind":"end"' not in line:
+                yield at, line
+            raise self._cut_short(at + len(line))
+        if fields.get("records") != count or fields.get("sha256") != digest.hexdigest():
+            raise self._changed(at)
 
     def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
         """See DumpSource.ledgers_after; reads the whole file."""
@@ -170,37 +176,20 @@ class ExportFile(DumpSource):
 
         Reads and hashes the whole file, without parsing records.
         """
-        self._file.seek(0)
-        line = self._file.readline(LINE_SIZE_BYTES_MAX)
-        digest = hashlib.sha256(line)
-        start = at = len(line)
-        count = total = 0
-        found = []
-        line = self._file.readline(LINE_SIZE_BYTES_MAX)
-        while following := self._file.readline(LINE_SIZE_BYTES_MAX):
-            digest.update(line)
-            at += len(line)
-            count += 1
-            if at - start >= size_bytes:
-                found.append(ExportSection(start, at, count))
-                start, total, count = at, total + count, 0
-            line = following
-        problem = self._end_problem(line, at, total + count, digest.hexdigest())
-        if problem is not None and line and b'"kind":"end"' not in line:
-            at, count = at + len(line), count + 1  # the part of a record that was written
-        if count:
-            found.append(ExportSection(start, at, count))
-        return found, problem
-
-    def _end_problem(self, line: bytes, at: int, count: int, sha256: str) -> CorruptRecord | None:
-        """Return the error of the last line, which begins at byte `at` after `count` records of this hash."""
+        found: list[ExportSection] = []
+        problem: CorruptRecord | None = None
+        start = end = count = 0
         try:
-            fields = self._fields(line, at)
-        except CorruptRecord:
-            fields = {}
-        if fields.get("kind") != "end":
-            return self._cut_short(at + len(line))
-        return None if fields.get("records") == count and fields.get("sha256") == sha256 else self._changed(at)
+            for at, line in self._lines():
+                if end - start >= size_bytes:
+                    found.append(ExportSection(start, end, count))
+                    start, count = end, 0
+                start, end, count = start or at, at + len(line), count + 1
+        except CorruptRecord as error:
+            problem = error
+        if count:
+            found.append(ExportSection(start, end, count))
+        return found, problem
 
     def section(self, section: ExportSection) -> Iterator[tuple[int, DumpRecord | CorruptRecord]]:
         """Yield the byte of each line with its record, or with its error.
@@ -234,6 +223,8 @@ class ExportFile(DumpSource):
 
     def _record(self, fields: dict[str, Any], at: int) -> DumpRecord:
         kind, key, ctime_ms = fields.get("kind"), fields.get("key"), fields.get("ctime")
+        if kind == "end":
+            raise self._damaged("Data follows the export's last line", at)
         if kind not in KINDS or not isinstance(key, str) or not (ctime_ms is None or isinstance(ctime_ms, int)):
             raise self._damaged("Not a record of a metadata export", at)
         if (kind in ("ledger", "mark")) and (len(key) != 32 or key.strip("0123456789abcdef")):

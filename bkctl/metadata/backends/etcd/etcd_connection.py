@@ -24,7 +24,7 @@ import grpc
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable, UsageError
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX, StoreSecurity, refusals
+from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX, StoreConnection, StoreSecurity, refusals
 
 sys.modules.setdefault("etcd3.etcdrpc", etcdrpc)
 import etcd3  # noqa: E402 - it imports etcd3.etcdrpc
@@ -67,24 +67,16 @@ class LeaseLost(Exception):
     """The lease named in a write has expired or was revoked."""
 
 
-class EtcdConnection:
+class EtcdConnection(StoreConnection):
     """Calls to the etcd cluster whose `hosts` are (host, port) pairs; `root` is named in errors.
 
-    Raises UsageError for TLS files that cannot be read, and for options that gRPC lacks. Any thread may call.
+    `settings` are StoreConnection's. Raises UsageError for TLS files that cannot be read, and for options that gRPC
+    lacks. Any thread may call.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[tuple[str, int]],
-        root: str,
-        *,
-        timeout_s: float,
-        security: StoreSecurity,
-        connect_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, hosts: Sequence[tuple[str, int]], root: str, **settings: Any) -> None:
+        super().__init__(**settings)
         self.hosts = tuple(hosts)
-        self.timeout_s = timeout_s
-        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         self.address = ",".join(f"{host}:{port}" for host, port in self.hosts)
         #: Set by `begin_close`; pauses wait on it.
         self.closed = threading.Event()
@@ -92,18 +84,14 @@ class EtcdConnection:
         self.on_fail_over: Callable[[Any], None] = lambda _: None
         self.threads: dict[str, threading.Thread] = {}
         self._root = root
-        self._security = security
-        self._tls_files = _tls_files(security)
+        #: Requests carry the token of a user.
+        self.has_login = self.security.user is not None
+        self._tls_files = _tls_files(self.security)
         self._lock = threading.RLock()
         self._has_answered = False
         self._clients: list[Any] = [None] * len(self.hosts)
         self._current = 0
         self._token: str | None = None
-
-    @property
-    def has_login(self) -> bool:
-        """Return whether requests carry the token of a user."""
-        return self._security.user is not None
 
     @property
     def _attempt_s(self) -> float:
@@ -114,7 +102,7 @@ class EtcdConnection:
     @property
     def _limit_s(self) -> float:
         """The longest wait for an answer; for the first one, that for a connection."""
-        return self.timeout_s if self._has_answered else self._connect_timeout_s
+        return self.timeout_s if self._has_answered else self.connect_timeout_s
 
     def client(self) -> Any:
         """Return etcd3's client of the current endpoint. Raises Unreachable after `close`."""
@@ -225,7 +213,7 @@ class EtcdConnection:
 
         Raises Unauthorized, grpc.RpcError.
         """
-        user, password = self._security.user, self._security.password
+        user, password = self.security.user, self.security.password
         if user is None:
             return ()
         token = self._token
@@ -279,7 +267,7 @@ class EtcdConnection:
         if code is _Status.NOT_FOUND and "lease not found" in details:
             return LeaseLost(details)
         if code in (_Status.PERMISSION_DENIED, _Status.UNAUTHENTICATED) or "user name is empty" in details:
-            hint = "give a user that has access" if self._security.user else "give a user and a password"
+            hint = "give a user that has access" if self.security.user else "give a user and a password"
             refusal = Unauthorized(
                 f"etcd at {self.address} refuses access to {self._root}: {shorten(details)}", hint=hint
             )

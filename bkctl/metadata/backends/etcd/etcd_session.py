@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
 
 from bkctl.errors import AlreadyExists, BkctlError, Unreachable
-from bkctl.metadata.backends.ephemerals import Ephemerals
 from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.etcd_connection import (
     REQUIRE_LEADER,
@@ -29,113 +26,83 @@ from bkctl.metadata.backends.etcd.requests import (
     is_absent,
     put_key,
 )
-from bkctl.metadata.store import Claim
+from bkctl.metadata.backends.sessions import Ephemerals
+from bkctl.metadata.store import Claim, check_size
 
 RESTORE_PAUSE_S: Final = 0.5
-_POLL_S: Final = 0.1
 _EXPIRY_SLACK_S: Final = 3.0
 _LEASE_REFRESHES: Final = 3  # within its time to live
-#: As the lease that holds an ephemeral: the key was deleted meanwhile.
-_DELETED: Final = -1
 
 
-class EtcdSession:
-    """Ephemerals and claims under one lease; after a lost lease the ephemerals are created again under a new one.
+class EtcdSession(EtcdNodes):
+    """Ephemerals and claims under one lease; after a lost lease the ephemerals are created again under a new one."""
 
-    `note_owner` is MetadataStore's; `delete` deletes a node by its path.
-    """
-
-    def __init__(
-        self,
-        connection: EtcdConnection,
-        nodes: EtcdNodes,
-        *,
-        name: str,
-        timeout_s: float,
-        note_owner: Callable[..., None],
-        delete: Callable[[str], None],
-    ) -> None:
+    def __init__(self, connection: EtcdConnection, root: str) -> None:
+        super().__init__(connection, root)
         #: The lease of all ephemerals and claims; 0: none is granted.
         self.lease_id = 0
-        self._connection = connection
-        self._nodes = nodes
-        self._name = name
-        self._timeout_s = timeout_s
-        self.ephemerals = Ephemerals(lambda path, value: self._put(path, value) is None, note_owner, delete)
-        self._ttl_s = timeout_s
+        self._ttl_s = connection.session_timeout_s
+        self.ephemerals = Ephemerals(self._put_ephemeral, self.delete, self._expiry_s, self._keep)
         self._lease_lock = threading.Lock()
 
-    def hold(self, path: str, value: bytes | None, wait_s: float | None) -> None:
-        """See MetadataStore.ephemeral."""
-        begin = time.monotonic()
-        with self.ephemerals.adding(path, value):
-            while (holder := self._put(path, value)) is not None:
-                if wait_s is None:
-                    wait_s = self._expiry_s(holder)
-                if time.monotonic() - begin >= wait_s:
-                    raise AlreadyExists(f"{path} is held by another session in {self._name}")
-                self._connection.closed.wait(_POLL_S)
+    def _keep(self) -> None:
         self._connection.start_thread("lease", self._keep_lease)
 
-    def _put(self, path: str, value: bytes | None) -> int | None:
-        """Create or update our ephemeral (None: neither).
-
-        Returns None, else the lease that holds the key (0: none, or _DELETED).
-        """
-        key = self._nodes.key(path)
+    def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
+        """Create or update our ephemeral (None: neither); return False when another lease, or none, holds the key."""
+        key = self._key(path)
         if value is None:
-            found = self._nodes.read(key)
-            return None if found is None or found.lease == self.lease_id != 0 else int(found.lease)
+            found = self._read(key)
+            return found is None or found.lease == self.lease_id != 0
         lease_id = self._lease()
         try:
-            self._nodes.create(path, value, lease_id)
+            self._create(path, value, lease_id)
         except LeaseLost:
             self._forget_lease(lease_id)
-            return _DELETED
+            return False
         except AlreadyExists:
-            found = self._nodes.read(key)
-            if found is None:
-                return _DELETED
-            if found.lease != lease_id:
-                return int(found.lease)
+            found = self._read(key)
+            if found is None or found.lease != lease_id:
+                return False
             if found.value != value:
                 update = [put_key(key, value, ignore_lease=True)]
                 self._connection.transact([at_revision(key, found.mod_revision)], update)
-        return None
+        return True
 
-    def _expiry_s(self, lease_id: int) -> float:
-        """Return the seconds after which a lease without a keeper is certainly over."""
-        granted_s = self._timeout_s
-        if lease_id > 0:
-            answer, _ = self._connection.send("LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=lease_id))
+    def _expiry_s(self, path: str) -> float:
+        """Return the seconds after which the lease that holds the key, without a keeper, is certainly over."""
+        granted_s, found = self._connection.session_timeout_s, self._read(self._key(path))
+        if found is not None and found.lease:
+            answer, _ = self._connection.send("LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=found.lease))
             granted_s = max(granted_s, answer.grantedTTL)
         return granted_s + _EXPIRY_SLACK_S
 
-    def claim(self, path: str, value: bytes, numbered: bool) -> Claim:
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         """See MetadataStore.claim. The number is the count of writes of the parent, which each claim writes once."""
+        check_size(path, value, "etcd")
         while True:
             lease_id = self._lease()
             try:
                 if numbered:
                     claimed, revision = self._create_numbered(path, value, lease_id)
                 else:
-                    claimed, revision = path, self._nodes.create(path, value, lease_id)
+                    claimed, revision = path, self._create(path, value, lease_id)
             except LeaseLost:
                 self._forget_lease(lease_id)
                 continue
-            self._connection.start_thread("lease", self._keep_lease)
-            return _EtcdClaim(self._connection, self._nodes, claimed, revision)
+            self._keep()
+            return _EtcdClaim(self, claimed, revision)
 
     def _create_numbered(self, path: str, value: bytes, lease_id: int) -> tuple[str, int]:
         parent = path.rpartition("/")[0]
         while True:
-            found = self._nodes.read(self._nodes.key(parent))
+            found = self._read(self._key(parent))
             if found is None:
                 with contextlib.suppress(AlreadyExists):
-                    self._nodes.create(parent, b"")
+                    self._create(parent, b"")
                 continue
             numbered = f"{path}{int(found.version):010d}"
-            key = self._nodes.key(numbered)
+            key = self._key(numbered)
             answer, _ = self._connection.transact(
                 [at_revision(found.key, found.mod_revision), is_absent(key)],
                 [put_key(found.key, b"", ignore_value=True), put_key(key, value, lease=lease_id)],
@@ -154,7 +121,7 @@ class EtcdSession:
         """Return the lease, granted where there is none."""
         with self._lease_lock:
             if not self.lease_id:
-                request = etcdrpc.LeaseGrantRequest(TTL=max(1, round(self._timeout_s)))
+                request = etcdrpc.LeaseGrantRequest(TTL=max(1, round(self._connection.session_timeout_s)))
                 answer, _ = self._connection.send("LeaseGrant", request)
                 self.lease_id, self._ttl_s = int(answer.ID), float(answer.TTL)
             return self.lease_id
@@ -203,16 +170,14 @@ class EtcdSession:
 class _EtcdClaim(Claim):
     """A key created at `revision`; a claimed key is never written again."""
 
-    def __init__(self, connection: EtcdConnection, nodes: EtcdNodes, path: str, revision: int) -> None:
+    def __init__(self, store: EtcdSession, path: str, revision: int) -> None:
         self.path = path
-        self._connection = connection
-        self._nodes = nodes
-        self._revision = revision
+        self._store, self._revision = store, revision
 
     def is_held(self) -> bool:
-        found = self._nodes.read(self._nodes.key(self.path))
+        found = self._store._read(self._store._key(self.path))
         return found is not None and bool(found.mod_revision == self._revision)
 
     def release(self) -> None:
-        key = self._nodes.key(self.path)
-        self._connection.transact([at_revision(key, self._revision)], [delete_key(key)])
+        key = self._store._key(self.path)
+        self._store._connection.transact([at_revision(key, self._revision)], [delete_key(key)])

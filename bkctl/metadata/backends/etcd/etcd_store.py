@@ -28,11 +28,11 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.ids import LedgerId
+from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.etcd_connection import BATCH_SIZE, EtcdConnection, RevisionCompacted
 from bkctl.metadata.backends.etcd.etcd_session import EtcdSession
 from bkctl.metadata.backends.etcd.etcd_watches import EtcdWatches
 from bkctl.metadata.backends.etcd.requests import (
-    EtcdNodes,
     PageRange,
     at_revision,
     delete_key,
@@ -42,19 +42,14 @@ from bkctl.metadata.backends.etcd.requests import (
     has_no_keys,
     is_absent,
     is_present,
-    nested,
     put_key,
-    transaction,
     versioned,
 )
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
-    NO_SECURITY,
     AbsolutePath,
-    Claim,
     MetadataStore,
-    StoreSecurity,
     Versioned,
     check_path,
     check_size,
@@ -62,7 +57,6 @@ from bkctl.metadata.store import (
     names_in,
 )
 
-SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout, which Apache's driver takes for its leases too
 PAGE_SIZE: Final = 1000
 #: Nodes whose children one request reads.
 DIRECTORY_BATCH_SIZE: Final = 16
@@ -74,60 +68,34 @@ _PUTS_MAX: Final = 100
 _PUTS_SIZE_BYTES_MAX: Final = 1 << 20
 
 
-class EtcdStore(MetadataStore):
+class EtcdStore(EtcdSession):
     """`MetadataStore` on the etcd cluster whose `hosts` are (host, port) pairs, below the key `root` (`/ledgers`).
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
-    (None: `timeout_s`); Unauthorized for a wrong user or password; UsageError for unreadable TLS files, and options
-    that etcd lacks.
+    `settings` are StoreConnection's. Raises Unreachable, naming the hosts: at once when each refuses or none resolves,
+    else after `connect_timeout_s`; Unauthorized for a wrong user or password; UsageError for unreadable TLS files, and
+    options that etcd lacks.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[tuple[str, int]],
-        root: str,
-        *,
-        timeout_s: float = 30.0,
-        connect_timeout_s: float | None = None,
-        session_timeout_s: float = SESSION_TIMEOUT_S,
-        security: StoreSecurity = NO_SECURITY,
-    ) -> None:
-        self._connection = EtcdConnection(
-            hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, security=security
-        )
-        self.name = f"{root} of etcd at {self._connection.address}"
-        self._nodes = EtcdNodes(self._connection, root, self.name)
-        self._session = EtcdSession(
-            self._connection,
-            self._nodes,
-            name=self.name,
-            timeout_s=session_timeout_s,
-            note_owner=self._note_owner,
-            delete=self.delete,
-        )
+    def __init__(self, hosts: Sequence[tuple[str, int]], root: str, **settings: Any) -> None:
+        super().__init__(EtcdConnection(hosts, root, **settings), root)
         self._watches = EtcdWatches(self._connection)
         #: Of the directory that was listed last: the next call continues there.
         self._last_pages = PageRange(b"")
         try:
-            self._nodes.read(self._nodes.key(""), count_only=True)
+            self._read(self._key(""), count_only=True)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def root(self) -> str:
-        """The key of the cluster's root."""
-        return self._nodes.root
-
     def get(self, path: str) -> Versioned[bytes] | None:
-        return versioned(self._nodes.read(self._nodes.key(path)))
+        return versioned(self._read(self._key(path)))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
 
         def request(batch: tuple[bytes, ...]) -> Any:
-            return transaction([get_key(key) for key in batch])
+            return etcdrpc.TxnRequest(success=[get_key(key) for key in batch])
 
-        keys = map(self._nodes.key, paths)
+        keys = map(self._key, paths)
         batches = iter(lambda: tuple(islice(keys, BATCH_SIZE)), ())
         for _, answer in self._connection.pipeline(batches, 2, request):
             for response in answer.responses:
@@ -137,15 +105,15 @@ class EtcdStore(MetadataStore):
         """See MetadataStore.put. `repeated`: an earlier request of ours may have written the value."""
         check_size(path, value, "etcd")
         if expected == NEW:
-            return self._nodes.create(path, value, repeated=repeated)
-        key = self._nodes.key(path)
+            return self._create(path, value, repeated=repeated)
+        key = self._key(path)
         while True:
             revision = expected
             if revision is None:
-                found = self._nodes.read(key, keys_only=True)
+                found = self._read(key, keys_only=True)
                 if found is None:
                     with contextlib.suppress(AlreadyExists):
-                        return self._nodes.create(path, value)
+                        return self._create(path, value)
                     continue
                 revision = int(found.mod_revision)
             answer, sent_twice = self._connection.transact(
@@ -171,7 +139,7 @@ class EtcdStore(MetadataStore):
         if found is None:
             return None, False
         try:
-            change = self._nodes.first_change_after(found, revision)
+            change = self._first_change_after(found, revision)
         except RevisionCompacted:
             return (int(found.mod_revision), False) if found.value == value else (None, True)
         return (int(change.mod_revision) if change is not None and change.value == value else None), False
@@ -196,7 +164,7 @@ class EtcdStore(MetadataStore):
                 results[at] = error
         while waiting:
             places, operations = self._next_puts(nodes, waiting)
-            answer, repeated = self._connection.send("Txn", transaction(operations))
+            answer, repeated = self._connection.send("Txn", etcdrpc.TxnRequest(success=operations))
             for at, response in zip(places, answer.responses, strict=True):
                 if response.response_txn.succeeded:
                     results[at] = int(answer.header.revision)
@@ -219,14 +187,15 @@ class EtcdStore(MetadataStore):
             size_bytes += len(value)
             if places and (path in paths or size_bytes > _PUTS_SIZE_BYTES_MAX):
                 break
-            key = self._nodes.key(path)
+            key = self._key(path)
             if expected == NEW:
-                compare = [is_absent(key), *map(is_present, self._nodes.parent_keys(path)[-1:])]
+                compare = [is_absent(key), *map(is_present, self._parent_keys(path)[-1:])]
             else:
                 compare = [at_revision(key, expected)]
             paths.add(path)
             places.append(waiting.popleft())
-            operations.append(nested(compare, [put_key(key, value, ignore_lease=expected != NEW)]))
+            put = put_key(key, value, ignore_lease=expected != NEW)
+            operations.append(etcdrpc.RequestOp(request_txn=etcdrpc.TxnRequest(compare=compare, success=[put])))
         return places, operations
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
@@ -235,8 +204,8 @@ class EtcdStore(MetadataStore):
             raise UsageError(f"{len(nodes)} nodes at once: etcd takes {TRANSACTION_SIZE_MAX} in one step")
         for path, value in nodes:
             check_size(path, value, "etcd")
-        values = {self._nodes.key(path): value for path, value in nodes}
-        parents = dict.fromkeys(above[-1] for path, _ in nodes if (above := self._nodes.parent_keys(path)))
+        values = {self._key(path): value for path, value in nodes}
+        parents = dict.fromkeys(above[-1] for path, _ in nodes if (above := self._parent_keys(path)))
         outside = [key for key in parents if key not in values]
         answer, repeated = self._connection.transact(
             [*map(is_absent, values), *map(is_present, outside)],
@@ -257,8 +226,8 @@ class EtcdStore(MetadataStore):
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         self._delete_node(path, expected)
-        child = self._nodes.key(path)
-        for key in self._nodes.parent_keys(path)[:0:-1][:prune]:
+        child = self._key(path)
+        for key in self._parent_keys(path)[:0:-1][:prune]:
             # Children with almost the same name come first: etcd stops at the first comparison that fails.
             near = key + child[len(key) : -2].ljust(1, b"/")
             empty = [is_present(key), has_no_keys(near, near + b"\xff"), has_no_children(key)]
@@ -274,8 +243,8 @@ class EtcdStore(MetadataStore):
         self._delete_node("", None)
 
     def _delete_node(self, path: str, expected: int | None) -> None:
-        key = self._nodes.key(path)
-        self._session.ephemerals.forget(path)
+        key = self._key(path)
+        self.ephemerals.forget(path)
         while True:
             answer, repeated = self._connection.transact(
                 [is_present(key) if expected is None else at_revision(key, expected), has_no_children(key)],
@@ -297,11 +266,11 @@ class EtcdStore(MetadataStore):
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children. All pages are of one revision, as long as etcd keeps it."""
-        key = self._nodes.key(path)
+        key = self._key(path)
         last = self._last_pages
         pages = PageRange(key, last.width if last.key == key else 0)
         start = pages.prefix + (after.encode("utf-8", "surrogatepass") + b"\0" if after else b"")
-        answer, _ = self._connection.send("Txn", transaction(_first_page(pages, start, limit)))
+        answer, _ = self._connection.send("Txn", etcdrpc.TxnRequest(success=_first_page(pages, start, limit)))
         names = self._names(path, start, pages, answer.responses, int(answer.header.revision), limit)
         self._last_pages = pages
         return names
@@ -309,9 +278,11 @@ class EtcdStore(MetadataStore):
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
 
         def request(batch: tuple[tuple[str, PageRange], ...]) -> Any:
-            return transaction([operation for _, pages in batch for operation in _first_page(pages, pages.prefix)])
+            return etcdrpc.TxnRequest(
+                success=[operation for _, pages in batch for operation in _first_page(pages, pages.prefix)]
+            )
 
-        directories = ((path, PageRange(self._nodes.key(path))) for path in paths)
+        directories = ((path, PageRange(self._key(path))) for path in paths)
         batches = iter(lambda: tuple(islice(directories, DIRECTORY_BATCH_SIZE)), ())
         for batch, answer in self._connection.pipeline(batches, 2, request):
             for at, (path, pages) in enumerate(batch):
@@ -367,35 +338,27 @@ class EtcdStore(MetadataStore):
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: the number of writes of the node. Source: Etcd64bitIdGenerator."""
-        key, parents = self._nodes.key(path), self._nodes.parent_keys(path)
+        key, parents = self._key(path), self._parent_keys(path)
         while True:
             answer, _ = self._connection.transact(map(is_present, parents[-1:]), [put_key(key, b""), get_key(key)])
             if answer.succeeded:
                 return int(first_key(answer.responses[1]).version) - 1
             with contextlib.suppress(AlreadyExists):
-                self._nodes.create(path.rpartition("/")[0], b"")
+                self._create(path.rpartition("/")[0], b"")
 
     def sequence_position(self, path: str) -> int:
-        found = self._nodes.read(self._nodes.key(path))
+        found = self._read(self._key(path))
         return 0 if found is None else int(found.version)
 
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
-        check_size(path, value or b"", "etcd")
-        self._session.hold(path, value, wait_s)
-
-    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
-        check_size(path, value, "etcd")
-        return self._session.claim(path, value, numbered)
-
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
-        return self._watches.add(path, self._nodes.key(path), callback, children)
+        return self._watches.add(path, self._key(path), callback, children)
 
     def close(self) -> None:
         if not self._connection.begin_close():
             return
-        self._session.ephemerals.clear()
+        self.ephemerals.clear()
         self._watches.close()
-        self._connection.close(self._session.lease_id)
+        self._connection.close(self.lease_id)
 
 
 def _first_page(pages: PageRange, start: bytes, limit: int | None = None) -> list[Any]:

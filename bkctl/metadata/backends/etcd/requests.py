@@ -8,17 +8,7 @@ from typing import Any, Final
 from bkctl.errors import AlreadyExists, NotFound
 from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.etcd_connection import EtcdConnection
-from bkctl.metadata.store import NO_CLUSTER_HINT, RACKS, Versioned, full_path
-
-
-def transaction(success: list[Any]) -> Any:
-    """Return a transaction that compares nothing."""
-    return etcdrpc.TxnRequest(success=success)
-
-
-def nested(compare: list[Any], success: list[Any]) -> Any:
-    """Return the operation that is a transaction of its own: `success` where all of `compare` hold, else nothing."""
-    return etcdrpc.RequestOp(request_txn=etcdrpc.TxnRequest(compare=compare, success=success))
+from bkctl.metadata.store import NO_CLUSTER_HINT, RACKS, MetadataStore, Versioned, full_path
 
 
 def get_key(key: bytes, **options: Any) -> Any:
@@ -117,34 +107,35 @@ class PageRange:
         return int.from_bytes(key[len(self.prefix) :][:_DIGITS].ljust(_DIGITS, b"\0"), "big")
 
 
-class EtcdNodes:
-    """The nodes below the key `root`; `name` names the store in errors."""
+class EtcdNodes(MetadataStore):
+    """The nodes of a store below the key `root`."""
 
-    def __init__(self, connection: EtcdConnection, root: str, name: str) -> None:
+    def __init__(self, connection: EtcdConnection, root: str) -> None:
+        self.name = f"{root} of etcd at {connection.address}"
+        #: The key of the cluster's root.
         self.root = root
         self._connection = connection
-        self._name = name
 
-    def key(self, path: str) -> bytes:
+    def _key(self, path: str) -> bytes:
         """Return the key of the node at `path`."""
         return full_path(self.root, path).encode()
 
-    def parent_keys(self, path: str) -> list[bytes]:
+    def _parent_keys(self, path: str) -> list[bytes]:
         """Return the keys of the node's parents, from the root down."""
         parts = path.split("/")[:-1] if path not in ("", RACKS) else []
-        return [self.key("/".join(parts[:count])) for count in range(len(parts) + 1)] if path else []
+        return [self._key("/".join(parts[:count])) for count in range(len(parts) + 1)] if path else []
 
-    def read(self, key: bytes, **options: Any) -> Any:
+    def _read(self, key: bytes, **options: Any) -> Any:
         """Return the key with its value, None for a missing key."""
         answer, _ = self._connection.transact((), [get_key(key, **options)])
         return first_key(answer.responses[0])
 
-    def create(self, path: str, value: bytes, lease_id: int = 0, *, repeated: bool = False) -> int:
+    def _create(self, path: str, value: bytes, lease_id: int = 0, *, repeated: bool = False) -> int:
         """Create the node, together with its missing parents; return its version. Raises AlreadyExists, LeaseLost.
 
         `repeated`: an earlier request of the caller may have created it.
         """
-        key, parents = self.key(path), self.parent_keys(path)
+        key, parents = self._key(path), self._parent_keys(path)
         deadline = time.monotonic() + self._connection.timeout_s
         missing: list[bytes] = []
         while True:
@@ -161,15 +152,15 @@ class EtcdNodes:
             if found is not None:
                 if repeated and (found.value, found.lease, found.version) == (value, lease_id, 1):
                     return int(found.mod_revision)
-                raise AlreadyExists(f"{path or self.root} exists in {self._name}")
+                raise AlreadyExists(f"{path or self.root} exists in {self.name}")
             counts = [response.response_range.count for response in answer.responses[1:]]
             missing = [parent for parent, count in zip(parents, counts, strict=True) if not count]
             if missing and missing[0] == parents[0]:
-                raise NotFound(f"No BookKeeper cluster in {self._name}", hint=NO_CLUSTER_HINT)
+                raise NotFound(f"No BookKeeper cluster in {self.name}", hint=NO_CLUSTER_HINT)
             if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
                 raise self._connection.timed_out()
 
-    def first_change_after(self, found: Any, revision: int) -> Any:
+    def _first_change_after(self, found: Any, revision: int) -> Any:
         """Return the key as its first change after `revision` left it, None where that change was a delete.
 
         `found` is the key as a later change left it. Raises RevisionCompacted when etcd no longer keeps a revision
@@ -179,7 +170,7 @@ class EtcdNodes:
         upper = int(found.mod_revision)
         while upper - before > 1:
             middle = (before + upper) // 2
-            there = self.read(found.key, revision=middle)
+            there = self._read(found.key, revision=middle)
             if there is not None and there.mod_revision == revision:
                 before = middle
             else:

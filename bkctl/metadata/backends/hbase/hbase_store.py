@@ -8,18 +8,18 @@ periodically. `ledgers` is the table as a node, `ledgers/<qualified name>` a row
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice, tee
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
+from bkctl.metadata.backends.sessions import PolledWatch, PolledWatches
 from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import (
@@ -36,6 +36,8 @@ from bkctl.metadata.store import (
     value_of,
 )
 from bkctl.metadata.uri import HBASE_ZNODE_DEFAULT
+
+T = TypeVar("T")
 
 WATCH_POLL_S: Final = 0.5
 _THREADS: Final = 8
@@ -68,7 +70,7 @@ class HBaseStore(ZooKeeperStore):
             )
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hbase")
         self._table: HBaseTable | None = None
-        self._watched: dict[int, _Watch] = {}
+        self._watched = PolledWatches(self._versions)
         self._watch_lock = threading.Lock()
         self._watch_thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -105,6 +107,10 @@ class HBaseStore(ZooKeeperStore):
         ledger = _ledger(path)
         if ledger is None:
             return self._create_table(path, expected)
+        return self._in_version(path, expected, lambda version: self._rows.put(ledger, value, version))
+
+    def _in_version(self, path: str, expected: int | None, change: Callable[[int], T]) -> T:
+        """Return what `change` of the row returns, in that version; None: in the present one (NEW: missing)."""
         while True:
             version = expected
             if version is None:
@@ -112,9 +118,9 @@ class HBaseStore(ZooKeeperStore):
                 version = NEW if found is None else found.version
             try:
                 with self._row_errors(path):
-                    return self._rows.put(ledger, value, version)
-            except (AlreadyExists, MetadataVersionConflict, NotFound):
-                if expected is not None or not self._rows.table.exists():
+                    return change(version)
+            except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
+                if expected is not None or (version == NEW and isinstance(error, NotFound)):
                     raise
 
     def _create_table(self, path: str, expected: int | None) -> int:
@@ -125,25 +131,30 @@ class HBaseStore(ZooKeeperStore):
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """See MetadataStore.put_many: ledgers together, and the others together."""
-        results: dict[int, int | BkctlError] = {}
-        rows = {
-            at: (ledger, value, expected)
-            for at, (path, value, expected) in enumerate(nodes)
-            if (ledger := _ledger(path)) is not None and len(value) <= VALUE_SIZE_BYTES_MAX
-        }
+        """See MetadataStore.put_many: ledgers that follow each other together, and the others so."""
+        results: list[int | BkctlError] = []
+        for are_rows, group in groupby(
+            nodes, lambda node: bool(_ROW.fullmatch(node[0])) and len(node[1]) <= VALUE_SIZE_BYTES_MAX
+        ):
+            part = list(group)
+            if are_rows:
+                results += self._put_rows(part)
+            elif any(_is_row(path) for path, _, _ in part):
+                results += MetadataStore.put_many(self, part)
+            else:
+                results += super().put_many(part)
+        return results
+
+    def _put_rows(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         try:
             with self._missing_table():
-                written = self._rows.put_many(list(rows.values()))
-            for at, found in zip(rows, written, strict=True):
-                results[at] = self._named(nodes[at][0], found) if isinstance(found, BkctlError) else found
+                found = self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
         except NotFound as error:
-            results |= dict.fromkeys(rows, error)
-        others = [at for at in range(len(nodes)) if at not in results]
-        in_zookeeper = not any(_is_row(nodes[at][0]) for at in others)
-        put_many = super().put_many if in_zookeeper else functools.partial(MetadataStore.put_many, self)
-        results |= zip(others, put_many([nodes[at] for at in others]), strict=True)
-        return [results[at] for at in range(len(nodes))]
+            return [error] * len(nodes)
+        return [
+            self._named(path, each) if isinstance(each, BkctlError) else each
+            for (path, _, _), each in zip(nodes, found, strict=True)
+        ]
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for ledgers, which HBase cannot write together."""
@@ -158,19 +169,7 @@ class HBaseStore(ZooKeeperStore):
         ledger = _ledger(path)
         if ledger is None:
             return self._drop_table(path)
-        while True:
-            version = expected
-            if version is None:
-                found = self.get(path)
-                if found is None:
-                    raise NotFound(f"No {path} in {self.name}")
-                version = found.version
-            try:
-                with self._row_errors(path):
-                    return self._rows.delete(ledger, version)
-            except MetadataVersionConflict:
-                if expected is not None:
-                    raise
+        return self._in_version(path, expected, lambda version: self._rows.delete(ledger, version))
 
     def _drop_table(self, path: str) -> None:
         found = self.children(path, limit=1)
@@ -275,36 +274,24 @@ class HBaseStore(ZooKeeperStore):
         """See MetadataStore.watch; a ledger is read every WATCH_POLL_S. Raises Unsupported for the set of ledgers."""
         if not _is_row(path):
             return super().watch(path, callback, children=children)
-        ledger = _ledger(path)
-        if ledger is None or children:
+        if _ledger(path) is None or children:
             raise Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
-        watch = _Watch(ledger, callback, _version(next(self.rows([ledger]))))
+        cancel = self._watched.add(path, callback, children)
         with self._watch_lock:
-            self._watched[id(watch)] = watch
             if self._watch_thread is None:
                 self._watch_thread = threading.Thread(target=self._poll, name="hbase-watches", daemon=True)
                 self._watch_thread.start()
-
-        def cancel() -> None:
-            with self._watch_lock:
-                self._watched.pop(id(watch), None)
-
         return cancel
+
+    def _versions(self, watches: list[PolledWatch]) -> Iterator[int | None]:
+        """Yield the version of each watched ledger; None: missing, -1: malformed."""
+        for found in self.rows(int(watch.path[-32:], 16) for watch in watches):
+            yield -1 if isinstance(found, BkctlError) else None if found is None else found.version
 
     def _poll(self) -> None:
         while not self._stop.wait(WATCH_POLL_S):
-            with self._watch_lock:
-                watches = list(self._watched.values())
-            # HBase may be down: the next round reads again.
-            with contextlib.suppress(BkctlError):
-                rows = self.rows(watch.ledger for watch in watches)
-                for watch, row in zip(watches, rows, strict=True):
-                    version = _version(row)
-                    if version == watch.seen or id(watch) not in self._watched:
-                        continue
-                    with contextlib.suppress(BkctlError):
-                        watch.callback()
-                        watch.seen = version
+            with contextlib.suppress(BkctlError):  # HBase may be down: the next round reads again.
+                self._watched.poll()
 
     def close(self) -> None:
         self._stop.set()
@@ -312,13 +299,6 @@ class HBaseStore(ZooKeeperStore):
             self._table.close()
         super().close()
         self._executor.shutdown(wait=False)
-
-
-class _Watch:
-    """A callback for a ledger that was last seen in version `seen` (None: missing, -1: malformed)."""
-
-    def __init__(self, ledger: int, callback: Callable[[], None], seen: int | None) -> None:
-        self.ledger, self.callback, self.seen = ledger, callback, seen
 
 
 def _is_row(path: str) -> bool:
@@ -340,13 +320,6 @@ def _first_from(name: str) -> int:
 
 def _versioned(row: HBaseRow | BkctlError | None) -> Versioned[bytes] | BkctlError | None:
     return Versioned(row.value, row.version, None) if isinstance(row, HBaseRow) else row
-
-
-def _version(found: Versioned[bytes] | BkctlError | None) -> int | None:
-    """Return the version as `_Watch.seen` keeps it."""
-    if isinstance(found, BkctlError):
-        return -1
-    return None if found is None else found.version
 
 
 _BATCH_SIZE: Final = 1000

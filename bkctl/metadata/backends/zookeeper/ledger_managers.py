@@ -14,7 +14,7 @@ from typing import Final
 from bkctl.errors import AlreadyExists, Conflict, IllegalOperation, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import I64_MAX, LedgerId, ledger_ids
 from bkctl.metadata.ledgers import INSTANCE_ID, SCOPES, LedgerManager, ScopesState
-from bkctl.metadata.store import NEW, MetadataStore, create_if_missing, names_in, walk_levels
+from bkctl.metadata.store import NEW, create_if_missing, names_in, walk_levels
 
 #: The first id that the hierarchical manager keeps in the long tree, and that a 31-bit sequence cannot give.
 SHORT_ID_END: Final = (1 << 31) - 1
@@ -23,36 +23,28 @@ _HIGH_ORDER_DIRECTORY: Final = re.compile(r"HOB-([0-9]{10})", re.ASCII)
 _HIGH_ORDER_DIRECTORIES_KEPT: Final = 3
 
 
-class ShortIdGenerator:
-    """Gives each 31-bit id once, from the sequence at `path`. Source: ZkLedgerIdGenerator."""
+class ZooKeeperIds(LedgerManager):
+    """The generator of ids, each given once: 31-bit ids, then, as a layout has them, directory << 32 | 31-bit number.
 
-    def __init__(self, store: MetadataStore, path: str) -> None:
-        self.store = store
-        self._path = path
+    Source: ZkLedgerIdGenerator, LongZkLedgerIdGenerator.
+    """
 
-    def next_id(self) -> int:
+    #: The path of the sequence of 31-bit ids.
+    _sequence: str = "idgen"
+    _has_long_ids = True
+
+    def _is_short(self) -> bool:
+        """Return whether the next id comes from the first sequence."""
+        return not self._has_long_ids or self.store.get(_LONG) is None
+
+    def _new_default_id(self) -> int:
         """Return the next id. Raises IllegalOperation when none is left."""
-        ledger_id = self.store.sequence(self._path)
-        if not 0 <= ledger_id < SHORT_ID_END:
-            raise IllegalOperation(f"No ledger ids are left in {self.store.name}: this layout's end at 2^31")
-        return ledger_id
-
-    def position(self) -> int:
-        """See LedgerManager.id_position; every node created beside the sequence counts, so some ids may be skipped."""
-        return self.store.sequence_position(self._path)
-
-    def skip_to(self, position: int) -> bool:
-        """See LedgerManager.skip_ids."""
-        return self.store.advance_sequence(self._path, position)
-
-
-class LongIdGenerator(ShortIdGenerator):
-    """31-bit ids first, then 63-bit ids: directory << 32 | sequence in it. Source: LongZkLedgerIdGenerator."""
-
-    def next_id(self) -> int:
-        if self.store.get(_LONG) is None:
-            with suppress(IllegalOperation):
-                return super().next_id()
+        if self._is_short():
+            ledger_id = self.store.sequence(self._sequence)
+            if 0 <= ledger_id < SHORT_ID_END:
+                return ledger_id
+            if not self._has_long_ids:
+                raise IllegalOperation(f"No ledger ids are left in {self.store.name}: this layout's end at 2^31")
             create_if_missing(self.store, _LONG, b"")
         while True:
             directories = sorted(self._directories())
@@ -70,19 +62,22 @@ class LongIdGenerator(ShortIdGenerator):
                 raise IllegalOperation(f"No ledger ids are left in {self.store.name}")
             create_if_missing(self.store, _directory_path(high + 1), b"")
 
-    def position(self) -> int:
-        if self.store.get(_LONG) is None:
-            return super().position()
+    def id_position(self) -> int:
+        """See LedgerManager.id_position; every node created beside the sequence counts, so some ids may be skipped."""
+        if self._is_short():
+            return self.store.sequence_position(self._sequence)
         # Without a directory the generator starts with number 1.
         high = max(self._directories(), default=1)
         return high << 32 | self.store.sequence_position(_directory_path(high))
 
-    def skip_to(self, position: int) -> bool:
+    def skip_ids(self, position: int) -> bool:
         """See LedgerManager.skip_ids. Where the short ids are too far behind, the long ones begin."""
-        if position <= self.position():
+        if not self._has_long_ids:
+            return self.store.advance_sequence(self._sequence, position)
+        if position <= self.id_position():
             return True
-        is_short = position < SHORT_ID_END and self.store.get(_LONG) is None
-        if is_short and super().skip_to(position):
+        is_short = position < SHORT_ID_END and self._is_short()
+        if is_short and self.store.advance_sequence(self._sequence, position):
             return True
         high = (position - 1 >> 32) + 1
         if high >= SHORT_ID_END:
@@ -103,51 +98,48 @@ def _directory_path(number: int) -> str:
 _SCOPED_LEAF: Final = re.compile(r"L([0-9a-f]{4})", re.ASCII)
 
 
-class ScopesTree:
-    """The tree `scopes` of one cluster."""
+class ScopedLedgers(ZooKeeperIds):
+    """The scopes ≠ 0: the tree `scopes` of one cluster."""
 
-    def __init__(self, store: MetadataStore) -> None:
-        self.store = store
-        self._is_ours = False
+    _has_scopes = False
 
-    def state(self) -> ScopesState:
-        """See LedgerManager.scopes_state."""
+    def scopes_state(self) -> ScopesState:
         scopes, instance_id = self.store.get_many((SCOPES, INSTANCE_ID))
         if scopes is None:
             return "absent"
         return "ours" if scopes.value == (b"" if instance_id is None else instance_id.value) else "foreign"
 
-    def is_ours(self) -> bool:
+    def _check_scopes(self) -> bool:
         """Return whether the tree exists. Raises Conflict for another cluster's tree."""
-        if not self._is_ours:
-            state = self.state()
+        if not self._has_scopes:
+            state = self.scopes_state()
             if state == "foreign":
                 raise Conflict(
                     f"The scoped ledgers in {self.store.name} belong to a cluster that was formatted: "
                     f"{SCOPES} names another instance id than {INSTANCE_ID}",
                     hint="remove the orphaned scopes tree first",
                 )
-            self._is_ours = state == "ours"
-        return self._is_ours
+            self._has_scopes = state == "ours"
+        return self._has_scopes
 
-    def prepare(self) -> None:
+    def _prepare_scopes(self) -> None:
         """Create the tree where it is missing. Raises Conflict for another cluster's tree."""
-        if not self.is_ours():
+        if not self._check_scopes():
             instance_id = self.store.get(INSTANCE_ID)
             try:
                 self.store.put(SCOPES, b"" if instance_id is None else instance_id.value, NEW)
             except AlreadyExists:
-                self.is_ours()
+                self._check_scopes()
 
-    def batches(self, scope_id: int | None, after: LedgerId | None) -> Iterator[list[LedgerId]]:
+    def _scoped_batches(self, scope_id: int | None, after: LedgerId | None) -> Iterator[list[LedgerId]]:
         """Yield the ledgers of the scope (None: of every scope ≠ 0) after `after`, one directory at a time.
 
         Raises Conflict for another cluster's tree; with None such a tree is passed over.
         """
         if scope_id is None:
-            if self._is_ours or self.state() == "ours":
+            if self._has_scopes or self.scopes_state() == "ours":
                 yield from self._walk(SCOPES, (4, 12, 4, 4, 4), after, 0)
-        elif (after is None or after.scope_id <= scope_id) and self.is_ours():
+        elif (after is None or after.scope_id <= scope_id) and self._check_scopes():
             first = after if after is not None and after.scope_id == scope_id else None
             yield from self._walk(_scope_path(scope_id), (4, 4, 4), first, scope_id)
 
@@ -184,19 +176,11 @@ _LEAF: Final = re.compile(r"L([0-9]{4})", re.ASCII)
 _TEN_DIGITS_MAX: Final = 10**10 - 1
 
 
-class ZooKeeperLedgerManager(LedgerManager):
-    """Trees of directories for scope 0, a generator of its ids, and the tree of the scopes ≠ 0."""
+class ZooKeeperLedgerManager(ScopedLedgers):
+    """Trees of directories for scope 0, beside the tree of the scopes ≠ 0."""
 
     #: Of each tree, in the order of their ids: the widths of its directories' names, its first id, the end of its ids.
     _trees: tuple[tuple[tuple[int, ...], int, int], ...] = ()
-    _generator: type[ShortIdGenerator] = LongIdGenerator
-    #: The path of the generator's first sequence.
-    _sequence: str = "idgen"
-
-    def __init__(self, store: MetadataStore) -> None:
-        super().__init__(store)
-        self._scopes = ScopesTree(store)
-        self._ids = self._generator(store, self._sequence)
 
     @abstractmethod
     def _default_path(self, ledger_id: int) -> str:
@@ -210,22 +194,16 @@ class ZooKeeperLedgerManager(LedgerManager):
     def path(self, ledger: LedgerId) -> str:
         return scoped_ledger_path(ledger) if ledger.is_scoped else self._default_path(ledger.ledger_id)
 
-    def scopes_state(self) -> ScopesState:
-        return self._scopes.state()
-
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
         if scope_id in (None, 0) and (after is None or not after.is_scoped):
             yield from self._default_batches(-1 if after is None else after.ledger_id)
         if scope_id != 0:
-            yield from self._scopes.batches(scope_id, after)
-
-    def _prepare_scopes(self) -> None:
-        self._scopes.prepare()
+            yield from self._scoped_batches(scope_id, after)
 
     def _path_to_read(self, ledger: LedgerId) -> str:
         if ledger.is_scoped:
             try:
-                self._scopes.is_ours()
+                self._check_scopes()
             except Conflict as error:
                 raise LedgerNotFound(f"No ledger {ledger} in {self.store.name}", hint=str(error)) from error
         return super()._path_to_read(ledger)
@@ -250,15 +228,6 @@ class ZooKeeperLedgerManager(LedgerManager):
             if ids:
                 yield ledger_ids(0, ids)
 
-    def _new_default_id(self) -> int:
-        return self._ids.next_id()
-
-    def id_position(self) -> int:
-        return self._ids.position()
-
-    def skip_ids(self, position: int) -> bool:
-        return self._ids.skip_to(position)
-
 
 class HierarchicalLedgerManager(ZooKeeperLedgerManager):
     """Ids below 2^31−1 as `00/1234/L5678`, the others as 19 digits. Source: HierarchicalLedgerManager."""
@@ -274,7 +243,7 @@ class LegacyHierarchicalLedgerManager(ZooKeeperLedgerManager):
 
     id_max = _TEN_DIGITS_MAX
     _trees = (((2, 4), 0, _TEN_DIGITS_MAX + 1),)
-    _generator = ShortIdGenerator
+    _has_long_ids = False
 
     def _default_path(self, ledger_id: int) -> str:
         if ledger_id > self.id_max:
@@ -298,7 +267,7 @@ class FlatLedgerManager(ZooKeeperLedgerManager):
     """
 
     id_max = _TEN_DIGITS_MAX
-    _generator = ShortIdGenerator
+    _has_long_ids = False
     _sequence = ""
 
     def _default_path(self, ledger_id: int) -> str:

@@ -39,8 +39,7 @@ from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
-from bkctl.metadata.backends.zookeeper.zookeeper_reader import Reader
-from bkctl.metadata.store import StoreSecurity, failure_reason, full_path, refusals
+from bkctl.metadata.store import StoreConnection, failure_reason, full_path, refusals
 
 if TYPE_CHECKING:
     import ssl
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 _FIRST_ANSWER_S: Final = 0.3
 _RETRY_PAUSE_S: Final = 0.02
 _CLOSE_S: Final = 2.0
-_READER_CONNECT_S: Final = 2.0
 #: Errors that leave open whether ZooKeeper executed the request: it is sent again.
 LOST: Final = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError, SessionMovedError)
 #: Refusals that callers translate, each with its own words.
@@ -78,8 +76,6 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self.tls = tls
         #: The reason of the last failed connection; "" after a successful one.
         self.problem = ""
-        #: Host and port of the last successful connection.
-        self.peer: tuple[str, int] | None = None
 
     def create_connection(self, *, address: tuple[str, int], hostname: str, timeout: float, **_: Any) -> socket.socket:
         """Source: kazoo.handlers.utils.create_tcp_connection."""
@@ -89,32 +85,20 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
             self.problem = failure_reason(error)
             raise
         self.problem = ""
-        self.peer = hostname, address[1]
         return connection
 
 
-class ZooKeeperConnection:
+class ZooKeeperConnection(StoreConnection):
     """One session on the ensemble `hosts` (`HOST:PORT,HOST:PORT`), with paths below the node `root`.
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
-    (None: `timeout_s`).
+    `settings` are StoreConnection's. Raises Unreachable, naming the hosts: at once when each refuses or none resolves,
+    else after `connect_timeout_s`.
     """
 
-    def __init__(
-        self,
-        hosts: str,
-        root: str,
-        *,
-        timeout_s: float,
-        session_timeout_s: float,
-        security: StoreSecurity,
-        connect_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, hosts: str, root: str, **settings: Any) -> None:
+        super().__init__(**settings)
         self.hosts = hosts
         self.root = root
-        self.timeout_s = timeout_s
-        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
-        self.session_timeout_s = session_timeout_s
         self.is_closed = False
         self.connected = threading.Event()
         #: ZooKeeper refused the login: kazoo tries no more.
@@ -125,20 +109,25 @@ class ZooKeeperConnection:
         self.on_new_session: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._session_lost = False
-        self._security = security
-        self._handler = _Handler(security.tls_context())
-        self._digest_login = None if security.user is None or security.sasl else f"{security.user}:{security.password}"
-        self.client = KazooClient(
-            hosts,
-            timeout=session_timeout_s,
-            handler=self._handler,
+        self._tls = self.security.tls_context()
+        self.client = self.new_client()
+        self.client.add_listener(self._on_state)
+
+    def new_client(self) -> KazooClient:
+        """Return a client for a session of its own, not started."""
+        security = self.security
+        has_digest = security.user is not None and not security.sasl
+        sasl = {"mechanism": "DIGEST-MD5", "username": security.user, "password": security.password}
+        return KazooClient(
+            self.hosts,
+            timeout=self.session_timeout_s,
+            handler=_Handler(self._tls),
             connection_retry=KazooRetry(max_tries=-1, delay=0.05, backoff=2, max_jitter=0.4, max_delay=1.0),
             default_acl=list(CREATOR_ALL_ACL) if security.creator_acl else None,
-            auth_data=[("digest", self._digest_login)] if self._digest_login is not None else None,
-            sasl_options=_sasl_options(security),
+            auth_data=[("digest", f"{security.user}:{security.password}")] if has_digest else None,
+            sasl_options=sasl if security.sasl else None,
             logger=_silent_logger(),
         )
-        self.client.add_listener(self._on_state)
 
     @property
     def name(self) -> str:
@@ -147,7 +136,7 @@ class ZooKeeperConnection:
 
     def open(self) -> None:
         """Wait for the session. Raises Unreachable, TimedOut."""
-        timeout_s = self._connect_timeout_s
+        timeout_s = self.connect_timeout_s
         deadline = time.monotonic() + timeout_s
         self.client.start_async()
         if self.connected.wait(min(_FIRST_ANSWER_S, timeout_s)):
@@ -155,12 +144,12 @@ class ZooKeeperConnection:
 
         def connect(host: str, port: int) -> socket.socket:
             remaining_s = max(deadline - time.monotonic(), 0.01)
-            return _connect((host.strip("[]"), port), host, remaining_s, self._handler.tls)
+            return _connect((host.strip("[]"), port), host, remaining_s, self._tls)
 
         if reasons := refusals(self.client.hosts, connect):
             raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
         if not self.connected.wait(max(deadline - time.monotonic(), 0)):
-            why = f": {self._handler.problem}" if self._handler.problem else ""
+            why = f": {self.client.handler.problem}" if self.client.handler.problem else ""
             raise TimedOut(
                 f"ZooKeeper at {self.hosts} gave no session within {timeout_s:g} s{why}",
                 hint="check the metadata URI, or give it more time with --connect-timeout",
@@ -239,25 +228,6 @@ class ZooKeeperConnection:
         """Return the full path of the node at `path` below the root."""
         return full_path(self.root, path)
 
-    def connect_reader(self) -> Reader:
-        """Open a Reader on the server that kazoo is connected to. Raises ReaderLost, OSError, AuthFailedError."""
-        sasl_client = None
-        if options := _sasl_options(self._security):
-            from puresasl.client import SASLClient  # type: ignore[import-untyped]
-
-            sasl_client = SASLClient("zk-sasl-md5", service="zookeeper", **options)
-        host, port = self._handler.peer or self.client.hosts[0]
-        timeout_s = min(self.timeout_s, _READER_CONNECT_S)
-        return Reader(
-            lambda: _connect((host.strip("[]"), port), host, timeout_s, self._handler.tls),
-            # kazoo leaves a silent server after the same time.
-            timeout_s=min(self.timeout_s, self.session_timeout_s * 2 / 3),
-            session_timeout_s=self.session_timeout_s,
-            last_zxid=self.client.last_zxid,
-            digest_login=self._digest_login,
-            sasl_client=sasl_client,
-        )
-
     # end
 
     def begin_close(self) -> bool:
@@ -269,18 +239,24 @@ class ZooKeeperConnection:
 
     def close(self) -> None:
         """End the session, waiting a bounded time for it, and not at all without a connection."""
-        # kazoo's stop waits for a connection in progress, up to the session timeout; a thread takes that wait.
-        stopping = threading.Thread(target=self._stop, name="metadata-store-close", daemon=True)
         was_connected = self.connected.is_set()
-        stopping.start()
         self.connected.set()  # Wake the calls that wait for the connection: they see `is_closed`.
-        stopping.join(_CLOSE_S if was_connected else 0)
+        end_client(self.client, wait=was_connected)
 
-    def _stop(self) -> None:
+
+def end_client(client: KazooClient, *, wait: bool) -> None:
+    """End a client's session, with `wait` waiting a bounded time for it."""
+
+    def stop() -> None:
         with contextlib.suppress(KazooException, OSError):
-            self.client.stop()
+            client.stop()
         with contextlib.suppress(KazooException, OSError):
-            self.client.close()
+            client.close()
+
+    # kazoo's stop waits for a connection in progress, up to the session timeout; a thread takes that wait.
+    stopping = threading.Thread(target=stop, name="metadata-store-close", daemon=True)
+    stopping.start()
+    stopping.join(_CLOSE_S if wait else 0)
 
 
 def _connect(address: tuple[str, int], hostname: str, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
@@ -293,12 +269,6 @@ def _connect(address: tuple[str, int], hostname: str, timeout_s: float, tls: ssl
         connection.close()
         raise
     return connection
-
-
-def _sasl_options(security: StoreSecurity) -> dict[str, Any] | None:
-    if not security.sasl:
-        return None
-    return {"mechanism": "DIGEST-MD5", "username": security.user, "password": security.password}
 
 
 def _silent_logger() -> logging.Logger:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,9 +20,9 @@ from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     LOST,
     UNAUTHORIZED,
     ZooKeeperCall,
-    ZooKeeperConnection,
 )
-from bkctl.metadata.store import NO_CLUSTER_HINT, attempt
+from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
+from bkctl.metadata.store import NO_CLUSTER_HINT, map_each
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,8 +30,6 @@ R = TypeVar("R")
 #: Changes in one request; the server takes no request above 1 MiB (jute.maxbuffer).
 _CHANGES_MAX: Final = 256
 _CHANGES_SIZE_BYTES_MAX: Final = 1 << 19
-_EXISTING_MAX: Final = 16_384
-_SLASH: Final = re.compile("/")
 
 
 class NewNode(NamedTuple):
@@ -44,19 +41,14 @@ class NewNode(NamedTuple):
     sequence: bool = False
 
 
-class ZooKeeperNodes:
-    """Changes of nodes on one connection."""
+class ZooKeeperNodes(ZooKeeperReads):
+    """The changes of a store's nodes, over `connection`."""
 
-    def __init__(self, connection: ZooKeeperConnection) -> None:
-        self._connection = connection
-        #: Full paths of parents that exist, or did.
-        self._existing: set[str] = set()
-
-    def stat(self, full: str) -> Any:
+    def _stat(self, full: str) -> Any:
         """Return the stat of the node at a full path, None for a missing node."""
         return self._connection.run(self._connection.client.exists_async, full)
 
-    def create(
+    def _create(
         self, path: str, value: bytes, *, ephemeral: bool = False, sequence: bool = False, repeated: bool = False
     ) -> str:
         """Create the node, together with its missing parents; return its full path. Raises AlreadyExists.
@@ -83,7 +75,6 @@ class ZooKeeperNodes:
             except NoNodeError:
                 created = self._create_with_parents(path, node)
             if created is not None:
-                self._note_existing(_parent(node.full))
                 return created
             if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
                 raise connection.timed_out()
@@ -91,7 +82,7 @@ class ZooKeeperNodes:
     def _create_with_parents(self, path: str, node: NewNode) -> str | None:
         """Create the node and its missing parents in one step; None when a parent came or went meanwhile."""
         name = self._connection.name
-        call = self.transaction([*(NewNode(parent, b"") for parent in self.missing_parents(path)), node])
+        call = self._creation_of([*(NewNode(parent, b"") for parent in self._missing_parents(path)), node])
         results = self._connection.answer(call)
         problem = next((result for result in results if is_problem(result)), None)
         if problem is None:
@@ -100,14 +91,13 @@ class ZooKeeperNodes:
             return node.full
         if problem is results[-1] and isinstance(problem, NodeExistsError):
             raise AlreadyExists(f"{path or self._connection.root} exists in {name}") from problem
-        self._existing.difference_update(node.full[: match.start()] for match in _SLASH.finditer(node.full, 1))
         if isinstance(problem, UNAUTHORIZED):
             raise self._connection.unauthorized(node.full, repeated=call.repeated) from problem
         if not isinstance(problem, NodeExistsError | NoNodeError):
             raise BkctlError(f"{path} cannot be created in {name}: {problem!r}") from problem
         return None
 
-    def transaction(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
+    def _creation_of(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
         """Return the call that creates all these nodes, or none; messages name the last one."""
 
         def add(request: Any, node: NewNode) -> None:
@@ -136,35 +126,25 @@ class ZooKeeperNodes:
             return bool(stat.ephemeralOwner == self._connection.session_id)
         return bool(found == node.value and stat.version == 0)
 
-    def missing_parents(self, path: str) -> list[str]:
+    def _missing_parents(self, path: str) -> list[str]:
         """Return the full paths of the node's parents that do not exist, from the top.
 
         Raises NotFound when the root is missing, unless `path` is the root.
         """
-        root = self._connection.root
+        client, root = self._connection.client, self._connection.root
         parts = self._connection.full(path)[1:].split("/")[:-1]
         parents = ["/" + "/".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        last_existing = max((index for index, parent in enumerate(parents) if parent in self._existing), default=-1)
-        for index in range(last_existing + 1, len(parents)):
-            if self.stat(parents[index]) is None:
-                if path and root in parents[index:]:
-                    raise NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
-                return parents[index:]
-            self._note_existing(parents[index])
-        # A parent was deleted since it was seen: the next attempt looks at all of them.
-        self._existing.difference_update(parents)
-        return []
+        asked = {parent: client.exists_async(parent) for parent in parents}  # all at once
 
-    def _note_existing(self, full: str) -> None:
-        if len(self._existing) >= _EXISTING_MAX:
-            self._existing.clear()
-        self._existing.add(full)
+        def stat(full: str) -> Any:
+            return asked.pop(full, None) or client.exists_async(full)
 
-    def has_parent(self, path: str) -> bool:
-        """Return whether the parent of the node at `path` was seen to exist."""
-        return _parent(self._connection.full(path)) in self._existing
+        missing = [parent for parent in parents if self._connection.run(stat, parent) is None]
+        if path and root in missing:
+            raise NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
+        return missing
 
-    def change_many(
+    def _change_many(
         self,
         items: Sequence[T],
         add: Callable[[Any, T], object],
@@ -188,7 +168,7 @@ class ZooKeeperNodes:
                 if answers is not None:
                     results += map(result, answers)
                     continue
-            results += [attempt(change_one, item, repeated) for item in chunk]
+            results += map_each(lambda item, repeated=repeated: change_one(item, repeated), chunk)  # type: ignore[misc]
         return results
 
     def _transact(
@@ -216,10 +196,6 @@ def _chunks(items: Sequence[T], size: Callable[[T], int]) -> Sequence[list[T]]:
             chunk.append(waiting.popleft())
         chunks.append(chunk)
     return chunks
-
-
-def _parent(full: str) -> str:
-    return full.rpartition("/")[0]
 
 
 def is_problem(result: object) -> bool:

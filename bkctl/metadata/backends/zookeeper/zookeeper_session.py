@@ -3,63 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, cast
 
 from kazoo.exceptions import NoNodeError
 
 from bkctl.errors import AlreadyExists, BkctlError
-from bkctl.metadata.backends.ephemerals import Ephemerals
+from bkctl.metadata.backends.sessions import Ephemerals
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
 from bkctl.metadata.backends.zookeeper.zookeeper_nodes import ZooKeeperNodes
-from bkctl.metadata.backends.zookeeper.zookeeper_reader import Origin
-from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
+from bkctl.metadata.backends.zookeeper.zookeeper_reads import Origin
 from bkctl.metadata.store import Claim
 
 #: A server ends a session at a tick after its timeout, and may have granted a longer timeout than requested.
 _EXPIRY_SLACK_S: Final = 5.0
-_POLL_S: Final = 0.1
 
 
-class ZooKeeperSession:
-    """The ephemerals and claims of one connection's session.
+class ZooKeeperSession(ZooKeeperNodes):
+    """Ephemerals and claims of a store, over `connection`."""
 
-    `note_owner` is MetadataStore's; `delete` deletes a node by its path.
-    """
+    def __init__(self, connection: ZooKeeperConnection) -> None:
+        super().__init__(connection)
+        expiry_s = connection.session_timeout_s + _EXPIRY_SLACK_S
+        self.ephemerals = Ephemerals(
+            lambda path, value: self._put_ephemeral(path, value), self.delete, lambda _: expiry_s, self._keep_session
+        )
 
-    def __init__(
-        self,
-        connection: ZooKeeperConnection,
-        nodes: ZooKeeperNodes,
-        reads: ZooKeeperReads,
-        *,
-        note_owner: Callable[..., None],
-        delete: Callable[[str], None],
-    ) -> None:
-        self._connection = connection
-        self._nodes = nodes
-        self._reads = reads
-        self.ephemerals = Ephemerals(lambda path, value: self.put(path, value), note_owner, delete)
+    @abstractmethod
+    def _keep_session(self) -> None:
+        """Start the thread that creates the ephemerals again in another session."""
 
-    def hold(self, path: str, value: bytes | None, wait_s: float | None) -> None:
-        """See MetadataStore.ephemeral."""
-        expiry_s = self._connection.session_timeout_s + _EXPIRY_SLACK_S
-        deadline = time.monotonic() + (expiry_s if wait_s is None else wait_s)
-        with self.ephemerals.adding(path, value):
-            while not self.put(path, value):
-                if time.monotonic() >= deadline:
-                    raise AlreadyExists(f"{path} is held by another session in {self._connection.name}")
-                time.sleep(_POLL_S)
-
-    def put(self, path: str, value: bytes | None) -> bool:
+    def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
         """Create or update our ephemeral (None: neither); return False when another session owns the node."""
         connection = self._connection
         full = connection.full(path)
         if value is not None:
             with contextlib.suppress(AlreadyExists):
-                self._nodes.create(path, value, ephemeral=True)
+                self._create(path, value, ephemeral=True)
                 return True
         try:
             found, stat = connection.run(connection.client.get_async, full)
@@ -71,25 +53,23 @@ class ZooKeeperSession:
             return value is None
         return True
 
-    def claim(self, path: str, value: bytes, numbered: bool) -> Claim:
-        """See MetadataStore.claim."""
-        full = self._nodes.create(path, value, ephemeral=True, sequence=numbered)
-        stat = self._nodes.stat(full)
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        full = self._create(path, value, ephemeral=True, sequence=numbered)
+        stat = self._stat(full)
         claim = self._claim_of(full, None if stat is None else Origin(stat.czxid, stat.ephemeralOwner))
         if numbered and claim.origin is not None:
             self._delete_duplicates(full, value)
         return claim
 
     def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
-        """See MetadataStore.claim_many."""
-        created = self._nodes.change_many(
+        created = self._change_many(
             paths,
             lambda transaction, path: transaction.create(self._connection.full(path), value, ephemeral=True),
             str,
-            lambda path, repeated: self._nodes.create(path, value, ephemeral=True, repeated=repeated),
+            lambda path, repeated: self._create(path, value, ephemeral=True, repeated=repeated),
         )
         claimed = [path for path, full in zip(paths, created, strict=True) if not isinstance(full, BkctlError)]
-        origins = self._reads.origins(claimed)
+        origins = self._origins(claimed)
         return [full if isinstance(full, BkctlError) else self._claim_of(full, next(origins)) for full in created]
 
     def _claim_of(self, full: str, found: Origin | None) -> _ZooKeeperClaim:
@@ -99,7 +79,7 @@ class ZooKeeperSession:
         """
         origin = found if found is not None and found.session_id == self._connection.session_id else None
         path = full[len(self._connection.root) + 1 :]
-        return _ZooKeeperClaim(self._connection, self._nodes, path, full, origin)
+        return _ZooKeeperClaim(self, path, full, origin)
 
     def _delete_duplicates(self, full: str, value: bytes) -> None:
         """Delete the nodes of requests whose answers were lost: each attempt gets a number of its own."""
@@ -114,17 +94,15 @@ class ZooKeeperSession:
                         self._connection.run(client.delete_async, duplicate)
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See MetadataStore.held_many."""
-        origins = self._reads.origins([claim.path for claim in claims])
+        origins = self._origins([claim.path for claim in claims])
         return [
             origin is not None and origin == cast(_ZooKeeperClaim, claim).origin
             for claim, origin in zip(claims, origins, strict=True)
         ]
 
     def release_many(self, claims: Sequence[Claim]) -> None:
-        """See MetadataStore.release_many."""
         held = [claim for claim, is_held in zip(claims, self.held_many(claims), strict=True) if is_held]
-        errors = self._nodes.change_many(
+        errors = self._change_many(
             held,
             lambda transaction, claim: transaction.delete(self._connection.full(claim.path)),
             lambda _: None,
@@ -139,25 +117,23 @@ class ZooKeeperSession:
 class _ZooKeeperClaim(Claim):
     """`origin` is that of the node we created; None: the node was gone before its origin was read."""
 
-    def __init__(
-        self, connection: ZooKeeperConnection, nodes: ZooKeeperNodes, path: str, full: str, origin: Origin | None
-    ) -> None:
+    def __init__(self, store: ZooKeeperSession, path: str, full: str, origin: Origin | None) -> None:
         self.path = path
         self.origin = origin
-        self._connection = connection
-        self._nodes = nodes
-        self._full = full
+        self._store, self._full = store, full
 
     def is_held(self) -> bool:
-        stat = self._nodes.stat(self._full)
+        stat = self._store._stat(self._full)
         return stat is not None and Origin(stat.czxid, stat.ephemeralOwner) == self.origin
 
     def release(self) -> None:
+        connection = self._store._connection
+
         def delete(full: str) -> Any:
             # Checked before each attempt: an earlier one may have deleted ours, and another session claimed the place.
             if not self.is_held():
                 raise NoNodeError
-            return self._connection.client.delete_async(full)
+            return connection.client.delete_async(full)
 
         with contextlib.suppress(NoNodeError):
-            self._connection.run(delete, self._full)
+            connection.run(delete, self._full)

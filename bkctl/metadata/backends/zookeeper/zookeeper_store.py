@@ -3,74 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import tee
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, NoNodeError, NotEmptyError
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import UNAUTHORIZED, ZooKeeperCall, ZooKeeperConnection
-from bkctl.metadata.backends.zookeeper.zookeeper_nodes import NewNode, ZooKeeperNodes, is_problem
-from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
+from bkctl.metadata.backends.zookeeper.zookeeper_nodes import NewNode, is_problem
 from bkctl.metadata.backends.zookeeper.zookeeper_session import ZooKeeperSession
 from bkctl.metadata.backends.zookeeper.zookeeper_watches import ZooKeeperWatches
-from bkctl.metadata.store import NEW, NO_SECURITY, Claim, MetadataStore, StoreSecurity, Versioned, check_size
-
-SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
+from bkctl.metadata.store import NEW, check_size
 
 
-class ZooKeeperStore(MetadataStore):
+class ZooKeeperStore(ZooKeeperSession):
     """`MetadataStore` on the ZooKeeper ensemble `hosts` (`HOST:PORT,HOST:PORT`) below the node `root` (`/ledgers`).
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
-    (None: `timeout_s`).
+    `settings` are StoreConnection's. Raises Unreachable, naming the hosts: at once when each refuses or none resolves,
+    else after `connect_timeout_s`.
     """
 
-    def __init__(
-        self,
-        hosts: str,
-        root: str,
-        *,
-        timeout_s: float = 30.0,
-        connect_timeout_s: float | None = None,
-        session_timeout_s: float = SESSION_TIMEOUT_S,
-        security: StoreSecurity = NO_SECURITY,
-    ) -> None:
+    def __init__(self, hosts: str, root: str, **settings: Any) -> None:
         self.hosts = hosts
-        self._connection = ZooKeeperConnection(
-            hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s,
-            session_timeout_s=session_timeout_s, security=security,
-        )  # fmt: skip
+        super().__init__(ZooKeeperConnection(hosts, root, **settings))
         self.name = self._connection.name
-        self._nodes = ZooKeeperNodes(self._connection)
-        self._reads = ZooKeeperReads(self._connection)
-        self._session = ZooKeeperSession(
-            self._connection, self._nodes, self._reads, note_owner=self._note_owner, delete=self.delete
-        )
-        self._watches = ZooKeeperWatches(self._connection, self._session.ephemerals.restore)
+        self._watches = ZooKeeperWatches(self._connection, self.ephemerals.restore)
         try:
             self._connection.open()
         except BaseException:
             self.close()
             raise
 
-    @property
-    def root(self) -> str:
-        """The path of the cluster's root."""
-        return self._connection.root
-
     def change_root(self, root: str) -> None:
         """Use the tree below the node `root` from now on."""
         self._connection.root = root
         self.name = self._connection.name
-
-    def get(self, path: str) -> Versioned[bytes] | None:
-        return self._reads.get(path)
-
-    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        return self._reads.get_many(paths)
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         return self._put(path, value, expected)
@@ -99,20 +67,14 @@ class ZooKeeperStore(MetadataStore):
                     f"{path} changed meanwhile, expected version {expected}", may_be_applied=is_unsure
                 ) from error
             with contextlib.suppress(AlreadyExists):  # expected is None, and another client may create the node
-                self._nodes.create(path, value)
+                self._create(path, value)
                 return 0
-        self._nodes.create(path, value, repeated=repeated)
+        self._create(path, value, repeated=repeated)
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """See MetadataStore.put_many; new nodes whose parents may be missing have requests of their own."""
-        is_apart = [version == NEW and not self._nodes.has_parent(path) for path, _, version in nodes]
-        apart = [node for node, alone in zip(nodes, is_apart, strict=True) if alone]
-        others = [node for node, alone in zip(nodes, is_apart, strict=True) if not alone]
-        written, written_together = iter(super().put_many(apart)), iter(self._put_many(others))
-        return [next(written if alone else written_together) for alone in is_apart]
+        """See MetadataStore.put_many: in transactions."""
 
-    def _put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         def add(transaction: Any, node: tuple[str, bytes, int]) -> None:
             path, value, expected = node
             if expected == NEW:
@@ -120,7 +82,7 @@ class ZooKeeperStore(MetadataStore):
             else:
                 transaction.set_data(self._connection.full(path), value, expected)
 
-        return self._nodes.change_many(
+        return self._change_many(
             nodes,
             add,
             lambda answer: 0 if isinstance(answer, str) else int(answer.version),  # a create gives the path
@@ -131,8 +93,8 @@ class ZooKeeperStore(MetadataStore):
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         new_nodes = [NewNode(self._connection.full(path), value) for path, value in nodes]
         if any(not path for path, _ in nodes):
-            new_nodes = [*(NewNode(parent, b"") for parent in self._nodes.missing_parents("")), *new_nodes]
-        results = self._connection.answer(self._nodes.transaction(new_nodes))
+            new_nodes = [*(NewNode(parent, b"") for parent in self._missing_parents("")), *new_nodes]
+        results = self._connection.answer(self._creation_of(new_nodes))
         for node, result in zip(new_nodes, results, strict=True):
             if is_problem(result):
                 if isinstance(result, NodeExistsError):
@@ -162,7 +124,7 @@ class ZooKeeperStore(MetadataStore):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         full = self._connection.full(path)
-        self._session.ephemerals.forget(path)
+        self.ephemerals.forget(path)
         version = -1 if expected is None else expected
         call = ZooKeeperCall(lambda: self._connection.client.delete_async(full, version), full)
         try:
@@ -177,22 +139,10 @@ class ZooKeeperStore(MetadataStore):
         except NotEmptyError as error:
             raise Conflict(f"{path} has children in {self.name}") from error
 
-    def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
-        names = self._reads.children(path)
-        if names is None:
-            return None
-        names = self._valid_names(path, names)
-        return [name for name in names if name > after][:limit] if after or limit is not None else names
-
-    def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        paths, asked = tee(paths)
-        for path, names in zip(paths, self._reads.children_many(asked), strict=True):
-            yield None if names is None else self._valid_names(path, names)
-
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence. Source: ZkLedgerIdGenerator."""
         prefix = f"{path}/ID-" if path else "ID-"
-        created = self._nodes.create(prefix, b"", ephemeral=True, sequence=True)
+        created = self._create(prefix, b"", ephemeral=True, sequence=True)
         number = created[len(self._connection.full(prefix)) :]
         self._connection.client.delete_async(created)  # Ephemeral: a failed delete is made up for by the session's end.
         try:
@@ -213,21 +163,8 @@ class ZooKeeperStore(MetadataStore):
         # `cversion` is 32 bits wide, and twice the creations less the present children.
         return ((int(stat.cversion) + int(stat.numChildren)) & 0xFFFFFFFF) >> 1
 
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+    def _keep_session(self) -> None:
         self._watches.start_thread()
-        self._session.hold(path, value, wait_s)
-
-    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
-        return self._session.claim(path, value, numbered)
-
-    def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
-        return self._session.claim_many(paths, value)
-
-    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
-        return self._session.held_many(claims)
-
-    def release_many(self, claims: Sequence[Claim]) -> None:
-        self._session.release_many(claims)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         return self._watches.add(path, callback, children)
@@ -235,7 +172,7 @@ class ZooKeeperStore(MetadataStore):
     def close(self) -> None:
         if not self._connection.begin_close():
             return
-        self._session.ephemerals.clear()
-        self._reads.close()
+        self.ephemerals.clear()
+        self._close_many()
         self._watches.close()
         self._connection.close()

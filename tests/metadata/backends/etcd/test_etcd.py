@@ -158,7 +158,7 @@ def test_etcd_counts_each_key_of_a_listing_a_few_times_only(store: EtcdStore, mo
     ledgers += [LedgerId(7, random_numbers.getrandbits(40)) for _ in range(500)]
     names = sorted(str(uuid.UUID(ledger.qualified_name)) for ledger in ledgers)
     store.put("ledgers", b"", NEW)
-    key = store._nodes.key("ledgers")
+    key = store._key("ledgers")
     for start in range(0, len(names), TRANSACTION_SIZE_MAX):
         keys = [key + f"/{name}".encode() for name in names[start : start + TRANSACTION_SIZE_MAX]]
         store._connection.transact((), [put_key(each, b"") for each in keys])
@@ -463,11 +463,11 @@ def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) 
         observer.bookies.watch(lambda: seen.append({one.bookie_id for one in observer.bookies.list()}))
         for _ in range(2):
             store: Any = bookie.store
-            lease_id, before = store._session.lease_id, len(seen)
+            lease_id, before = store.lease_id, len(seen)
             with etcd3.client(port=etcd.port) as client:
                 client.revoke_lease(lease_id)
             eventually(lambda before=before: len(seen) > before)
-            eventually(lambda store=store, old=lease_id: store._session.lease_id not in (0, old))
+            eventually(lambda store=store, old=lease_id: store.lease_id not in (0, old))
             eventually(lambda: {one.bookie_id: one.state for one in observer.bookies.list()}
                        == {"bookie-1": "rw", "bookie-2": "ro"})  # fmt: skip
             eventually(lambda: seen[-1] == {"bookie-1", "bookie-2"})
@@ -481,7 +481,7 @@ def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) 
 def test_lost_lease_is_replaced_for_all_ephemerals(etcd: EtcdServer, root: str, store: EtcdStore) -> None:
     store.ephemeral("first", b"1")
     with etcd3.client(port=etcd.port) as client:
-        client.revoke_lease(store._session.lease_id)
+        client.revoke_lease(store.lease_id)
     store.ephemeral("second", b"2")
     eventually(lambda: store.get("first") is not None)
     assert [found.value for found in store.get_many(["first", "second"]) if found] == [b"1", b"2"]
@@ -496,7 +496,7 @@ def test_successor_of_a_dead_bookie_registers_after_its_lease(etcd: EtcdServer, 
         "from bkctl.metadata.backends.etcd.etcd_store import EtcdStore\n"
         "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=6)\n"
         "store.ephemeral('bookies/writable/bookie-1', b'first')\n"
-        "print(store._session.lease_id, flush=True)\n"
+        "print(store.lease_id, flush=True)\n"
         "time.sleep(600)\n"
     )
     with open_cluster(etcd.metadata_uri(root), create=True, session_timeout_s=1) as cluster:

@@ -29,6 +29,7 @@ from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager, HBaseS
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
 from bkctl.metadata.backends.hbase.rpc import Retries
+from bkctl.metadata.backends.sessions import PolledWatches
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import NEW
 
@@ -292,7 +293,8 @@ def test_corrupt_row_fails_alone_among_those_read_and_watched_with_it(monkeypatc
     with rows_of(answer) as rows:
         store: Any = HBaseStore.__new__(HBaseStore)
         store.name, store._rows, store._stop = "test", rows, threading.Event()
-        store._watched, store._watch_lock, store._watch_thread = {}, threading.Lock(), None
+        store._watched = PolledWatches(store._versions)
+        store._watch_lock, store._watch_thread = threading.Lock(), None
         manager = HBaseLedgerManager(store)
         seen: dict[int, list[object]] = {ledger: [] for ledger in (4, 5, 6)}
         for ledger, reports in seen.items():

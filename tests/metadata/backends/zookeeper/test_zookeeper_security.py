@@ -68,7 +68,7 @@ def work(cluster: Cluster) -> None:
     for found in map_each(lambda ledger: cluster.ledgers.create(ledger, METADATA), ids):
         value_of(found)
     assert [ledger for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(None))] == ids
-    assert cluster.store._reads.reader is not None  # type: ignore[attr-defined]
+    assert cluster.store.many is not None  # type: ignore[attr-defined]
     cluster.bookies.register("bookie-1", BookieServiceInfo())
     assert [bookie.bookie_id for bookie in cluster.bookies.list()] == ["bookie-1"]
     assert cluster.ledgers.new_ledger_id().ledger_id == 0

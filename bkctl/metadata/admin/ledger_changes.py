@@ -1,4 +1,4 @@
-"""Remove the metadata of many ledgers: several at once, and only in given states."""
+"""Changes of the metadata of many ledgers: removal in given states, and another bookie id in all ensembles."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unreachable
+from bkctl.errors import BkctlError, Conflict, LedgerNotFound, MetadataVersionConflict, Unreachable
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.store import value_of
 from bkctl.pace import Pace
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from bkctl.metadata.store import Versioned
+    from bkctl.metadata.ledgers import VersionedMetadata
 
 CONCURRENCY: Final = 16
 #: Ledgers whose metadata is read together.
@@ -125,7 +126,7 @@ def remove_ledgers(
             yield done
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
-        for ledger, found in _values(cluster, ids, pace):
+        for ledger, found in _read(cluster, ids, pace):
             under_way.append(executor.submit(_remove, cluster, ledger, found, states, keep_missing))
             if len(under_way) >= CONCURRENCY or (pace.steps_per_s is not None and under_way[0].done()):
                 yield from next_done()
@@ -137,36 +138,113 @@ def remove_ledgers(
         raise failure
 
 
-def _values(
+def _read(
     cluster: Cluster, ids: Iterable[LedgerId], pace: Pace
-) -> Iterator[tuple[LedgerId, Versioned[bytes] | None]]:
-    """Yield each ledger with the bytes of its metadata, at that pace."""
+) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+    """Yield each ledger with its metadata, or the error of it, at that pace."""
     left = iter(ids)
     # Metadata that is read far ahead changes before its turn.
     while batch := list(islice(left, _BATCH_COUNT if pace.steps_per_s is None else 1)):
         pace.take(steps=len(batch))
-        yield from cluster.ledgers.values(batch)
+        yield from cluster.ledgers.read_many(batch)
 
 
 def _remove(
     cluster: Cluster,
     ledger: LedgerId,
-    found: Versioned[bytes] | None,
+    found: VersionedMetadata | BkctlError,
     states: Collection[str],
     keep_missing: bool,
 ) -> Removal:
-    """Remove the ledger whose metadata was `found`; every error is in the result."""
+    """Remove the ledger in the version `found`; every error is in the result."""
     metadata: LedgerMetadata | None = None
     try:
-        path = cluster.ledgers.path(ledger)
-        if found is None:
-            cluster.ledgers.read(ledger)  # raises LedgerNotFound
-            raise Conflict(f"Ledger {ledger} was created just now")
-        metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {cluster.store.name}")
+        metadata, version, _ = value_of(found)
         check_state(ledger, metadata, states)
-        cluster.ledgers.remove(ledger, found.version)
+        cluster.ledgers.remove(ledger, version)
     except LedgerNotFound as error:
         return Removal(ledger, metadata, False, None if keep_missing else error)
     except BkctlError as error:
         return Removal(ledger, metadata, False, error)
     return Removal(ledger, metadata, True)
+
+
+class Replacement(NamedTuple):
+    """Result for one ledger that names the bookie. `problem` explains an unchanged ledger; None: it was changed."""
+
+    ledger: LedgerId
+    fragment_count: int
+    problem: str | None
+
+
+def replace_bookie(
+    cluster: Cluster,
+    old: str,
+    new: str,
+    *,
+    pace: Pace | None = None,
+    limit: int | None = None,
+    dry_run: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[Replacement]:
+    """Replace the bookie id `old` by `new` in the metadata of every ledger of every scope, by compare-and-set.
+
+    Yields each ledger that names `old`; a ledger whose ensemble has `new` already, or whose metadata cannot be read,
+    stays unchanged. At most `limit` ledgers change, at that `pace`. Another run finishes an interrupted one. Raises
+    Unreachable. Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
+    """
+    manager = cluster.ledgers
+    changed = 0
+    for count, (ledger, found) in enumerate(manager.read_many(manager.ledgers(None)), 1):
+        progress(count)
+        if isinstance(found, LedgerNotFound):
+            continue
+        if isinstance(found, BkctlError):
+            yield Replacement(ledger, 0, str(found))
+            continue
+        if not any(old in fragment.bookies for fragment in found.metadata.ensembles):
+            continue
+        if limit is not None and changed >= limit:
+            return
+        planned = _replaced(ledger, found.metadata, old, new)[1]
+        if dry_run or planned.problem is not None:
+            changed += planned.problem is None
+            yield planned
+            continue
+        if pace is not None:
+            pace.take()
+        outcome = _replace_in(cluster, ledger, old, new)
+        changed += outcome.problem is None
+        yield outcome
+
+
+def _replace_in(cluster: Cluster, ledger: LedgerId, old: str, new: str) -> Replacement:
+    while True:
+        try:
+            found = cluster.ledgers.read(ledger)
+            updated, outcome = _replaced(ledger, found.metadata, old, new)
+            if outcome.problem is None and outcome.fragment_count:
+                cluster.ledgers.write(ledger, updated, found.version)
+            return outcome
+        except MetadataVersionConflict:
+            continue
+        except LedgerNotFound:
+            return Replacement(ledger, 0, "It was deleted meanwhile")
+
+
+def _replaced(ledger: LedgerId, metadata: LedgerMetadata, old: str, new: str) -> tuple[LedgerMetadata, Replacement]:
+    ensembles = []
+    count = 0
+    for fragment in metadata.ensembles:
+        if old not in fragment.bookies:
+            ensembles.append(fragment)
+            continue
+        if new in fragment.bookies:
+            problem = f"The ensemble of entry {fragment.first_entry_id} has {new} already"
+            return metadata, Replacement(ledger, 0, problem)
+        count += 1
+        bookies = tuple(new if bookie_id == old else bookie_id for bookie_id in fragment.bookies)
+        ensembles.append(fragment._replace(bookies=bookies))
+    return metadata._replace(ensembles=tuple(ensembles), c_token=0 if metadata.format_version > 2 else None), (
+        Replacement(ledger, count, None)
+    )

@@ -1,0 +1,138 @@
+"""Parts of sessions that the stores share: ephemerals that outlive one, and watches of stores without events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from bkctl.errors import AlreadyExists, BkctlError, NotFound
+
+_POLL_S: Final = 0.1
+
+
+class Ephemerals:
+    """The ephemerals of one store, remembered while they are held, and created again in the next session.
+
+    `put(path, value)` creates or updates one (value None: neither) and returns False when another session owns the
+    node; `delete(path)` deletes a node. `expiry_s(path)` is the time after which the session of a dead owner is over.
+    `keep` starts the thread that keeps the session.
+    """
+
+    def __init__(
+        self,
+        put: Callable[[str, bytes | None], bool],
+        delete: Callable[[str], None],
+        expiry_s: Callable[[str], float],
+        keep: Callable[[], None],
+    ) -> None:
+        self._put, self._delete, self._expiry_s, self._keep = put, delete, expiry_s, keep
+        self._values: dict[str, bytes] = {}
+        #: Path → time (monotonic clock) since which another owner holds it.
+        self._usurped_since_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def hold(self, path: str, value: bytes | None, wait_s: float | None, name: str) -> None:
+        """See MetadataStore.ephemeral; `name` is the store's."""
+        began_s = time.monotonic()
+        is_new = path not in self._values
+        if value is not None:
+            with self._lock:
+                self._values[path] = value
+        try:
+            while not self._put(path, value):
+                if wait_s is None:
+                    wait_s = self._expiry_s(path)
+                if time.monotonic() - began_s >= wait_s:
+                    raise AlreadyExists(f"{path} is held by another session in {name}")
+                time.sleep(_POLL_S)
+        except BaseException:
+            if is_new:
+                self.forget(path)
+            raise
+        self._keep()
+
+    def forget(self, path: str) -> None:
+        """Do not create the ephemeral at `path` again."""
+        with self._lock:
+            self._values.pop(path, None)
+
+    def clear(self) -> None:
+        """Do not create any ephemeral again."""
+        with self._lock:
+            self._values.clear()
+
+    def restore(self) -> bool:
+        """Create every ephemeral in a new session; return False when some need another attempt."""
+        done = True
+        for path, value in list(self._values.items()):
+            try:
+                if self._put(path, value):
+                    self._usurped_since_s.pop(path, None)
+                else:
+                    self._usurped_since_s.setdefault(path, time.monotonic())
+                    done = False
+                if path not in self._values:  # Deleted meanwhile: it must not come back.
+                    self._delete(path)
+            except NotFound:
+                continue
+            except BkctlError:
+                done = False
+        return done
+
+    def usurped_s(self, path: str) -> float:
+        """See MetadataStore.usurped_s."""
+        since_s = self._usurped_since_s.get(path)
+        return 0.0 if since_s is None else max(time.monotonic() - since_s, 0.001)
+
+
+@dataclass(eq=False)
+class PolledWatch:
+    """A callback for a node, or its children, that was last seen in the state `seen` (None: missing)."""
+
+    path: str
+    children: bool
+    callback: Callable[[], None]
+    seen: object = None
+
+
+class PolledWatches:
+    """Watches of a store whose nodes are read again and again: `states` gives the present state of each."""
+
+    def __init__(self, states: Callable[[list[PolledWatch]], Iterable[object]]) -> None:
+        self._states = states
+        self._watches: dict[int, PolledWatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._watches)
+
+    def add(self, path: str, callback: Callable[[], None], children: bool) -> Callable[[], None]:
+        """See MetadataStore.watch."""
+        watch = PolledWatch(path, children, callback)
+        (watch.seen,) = self._states([watch])
+        self._watches[id(watch)] = watch
+
+        def cancel() -> None:
+            self._watches.pop(id(watch), None)
+
+        return cancel
+
+    def poll(self) -> bool:
+        """Call the callbacks of changed nodes; return False when one failed, and must be called again."""
+        done = True
+        watches = list(self._watches.values())
+        for watch, state in zip(watches, self._states(watches), strict=True):
+            if state == watch.seen or id(watch) not in self._watches:
+                continue
+            try:
+                watch.callback()
+                watch.seen = state
+            except BkctlError:
+                done = False
+        return done
+
+    def clear(self) -> None:
+        """End every watch."""
+        self._watches.clear()
