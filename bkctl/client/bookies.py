@@ -455,9 +455,8 @@ def _local_id(*, by_name: bool) -> str | None:
         return None
 
 
-def _refuse(requests: Iterable[Request], answered: Answered, error: BkctlError) -> None:
-    for request in requests:
-        answered(request, error)
+def _refuse(requests: Sequence[Request], answered: Answered, error: BkctlError) -> None:
+    answered(requests, [error] * len(requests))
 
 
 def failure(

@@ -43,7 +43,7 @@ from bkctl.protocol.messages import (
     Response,
     Status,
 )
-from bkctl.protocol.pending_packets import Answered
+from bkctl.protocol.pending_packets import Answered, Outcome
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
@@ -292,24 +292,26 @@ class _RangeReader:
             taker = self._takers[channel] = partial(self._answered, channel)
         return taker
 
-    def _answered(self, channel: BookieChannel, request: Request, outcome: Response | BkctlError) -> None:
-        read = self._reads.get(request[1])  # type: ignore[misc, arg-type]
-        if read is None:
-            return  # another replica gave the entry
-        read.asked_count -= 1
-        if type(outcome) is not ReadResponse or outcome[0] is not Status.EOK:
-            self._failures.append((read, channel, outcome))
-        elif not self._has_room(read, outcome):
-            self._untried_of(read).insert(0, channel)
-        elif read.response is None:
-            read.response, read.source = outcome, channel
-        else:
-            if read.spares is None:
-                read.spares = []
-            read.spares.append((channel, outcome))
-        waiter = self._waiter
-        if waiter is not None and (self._failures or read is self._window[0]) and not waiter.done():
-            waiter.set_result(None)
+    def _answered(self, channel: BookieChannel, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        reads, head, is_awaited = self._reads, self._window[0] if self._window else None, False
+        for request, outcome in zip(requests, outcomes, strict=True):
+            read = reads.get(request[1])  # type: ignore[misc, arg-type]
+            if read is None:
+                continue  # another replica gave the entry
+            is_awaited = is_awaited or read is head
+            read.asked_count -= 1
+            if type(outcome) is not ReadResponse or outcome[0] is not Status.EOK:
+                self._failures.append((read, channel, outcome))
+            elif not self._has_room(read, outcome):
+                self._untried_of(read).insert(0, channel)
+            elif read.response is None:
+                read.response, read.source = outcome, channel
+            else:
+                if read.spares is None:
+                    read.spares = []
+                read.spares.append((channel, outcome))
+        if self._waiter is not None and (self._failures or is_awaited) and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _has_room(self, read: _Read, response: ReadResponse) -> bool:
         """Count the answer among those that wait; return False, with nothing counted, if it is to be dropped."""

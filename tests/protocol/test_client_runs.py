@@ -258,9 +258,9 @@ async def test_each_request_of_a_run_gets_its_own_outcome(
     found: dict[int, Any] = {}
     done = asyncio.Event()
 
-    def answered(request: Any, outcome: Any) -> None:
-        assert request.entry_id not in found
-        found[request.entry_id] = outcome
+    def answered(requests: Any, outcomes: Any) -> None:
+        assert found.keys().isdisjoint(request.entry_id for request in requests)
+        found.update((request.entry_id, outcome) for request, outcome in zip(requests, outcomes, strict=True))
         if len(found) == len(requests):
             done.set()
 
