@@ -14,10 +14,7 @@ from typing import cast
 from bkctl.client.bookies import failure
 from bkctl.client.ensemble import closed, update_metadata
 from bkctl.client.read_handle import Handle
-from bkctl.client.reader import (
-    LedgerAccess,
-    restate,
-)
+from bkctl.client.reader import LedgerAccess, restate
 from bkctl.client.writer import AddFuture, AddPipeline
 from bkctl.errors import (
     BkctlError,
@@ -30,12 +27,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata
-from bkctl.protocol.messages import (
-    ForceLedgerRequest,
-    Protocol,
-    Request,
-    WriteLacRequest,
-)
+from bkctl.protocol.messages import ForceLedgerRequest, Protocol, Request, WriteLacRequest
 from bkctl.tasks import drop_error, run_to_end
 
 
