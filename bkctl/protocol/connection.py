@@ -17,7 +17,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError, restated
@@ -44,7 +43,7 @@ from bkctl.protocol.messages import (
     scope_of,
 )
 from bkctl.protocol.pending_packets import Answered, FutureAnswer, Outcome, PendingPackets, PendingRequest
-from bkctl.protocol.runs import RESPONSES, V2_OPCODES, AnswerTaker, answer_taker, encode_run
+from bkctl.protocol.runs import RESPONSES, V2_OPCODES, encode_run, take_answers, takes_runs
 from bkctl.tasks import fail
 
 _T = TypeVar("_T")
@@ -215,9 +214,8 @@ class BookieConnection(FramedProtocol):
     def _use_runs(self, is_v2: bool) -> None:
         """Use the client's protocol from now on, and take answers in runs."""
         self._is_v2 = is_v2
-        take = answer_taker(is_v2, self._body_size_max)
-        if take is not None:
-            self._take_frames = partial(self._take_v2 if is_v2 else self._take_v3, take)
+        if takes_runs():
+            self._take_frames = self._take_answers
 
     # Requests.
 
@@ -360,19 +358,15 @@ class BookieConnection(FramedProtocol):
 
     # Answers.
 
-    def _take_v2(self, take: AnswerTaker, buffer: memoryview, at: int, end: int) -> int:
-        found = take(buffer, at, end)
+    def _take_answers(self, buffer: memoryview, at: int, end: int) -> int:
+        found = take_answers(self._is_v2, buffer, at, end, self._body_size_max)
         if found is None:
             return at
         stop, keys, responses = found
-        self._deliver_v2(keys, responses)
+        (self._deliver_v2 if self._is_v2 else self._deliver_v3)(keys, responses)
         return stop
 
-    def _take_v3(self, take: AnswerTaker, buffer: memoryview, at: int, end: int) -> int:
-        found = take(buffer, at, end)
-        if found is None:
-            return at
-        stop, txn_ids, responses = found
+    def _deliver_v3(self, txn_ids: Sequence[int], responses: Sequence[AddResponse | ReadResponse]) -> None:
         take_call, calls, outcomes = self._calls.pop, list[PendingRequest](), list[Outcome]()
         for txn_id, response in zip(txn_ids, responses, strict=True):
             call = take_call(txn_id, None)
@@ -384,7 +378,6 @@ class BookieConnection(FramedProtocol):
                 calls.append(call)
                 outcomes.append(outcome)
         _give(calls, outcomes)
-        return stop
 
     def _deliver_v2(self, keys: Sequence[v2.Key], responses: Sequence[Response]) -> None:
         packets, calls, outcomes = self._packets, list[PendingRequest](), list[Response]()
