@@ -60,7 +60,7 @@ class _LoopThread:
             raise IllegalOperation("This BookKeeper is of the process before a fork", hint="make a new one after it")
         if self.is_stopped:
             raise IllegalOperation("This BookKeeper is closed", hint="make a new one")
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread.ident:
             raise IllegalOperation("A callback of a future must not wait for the client", hint="use another thread")
 
     @property
@@ -207,7 +207,6 @@ class WriteHandle(_Handle[write_handle.WriteHandle]):
     last_add_pushed = _value(write_handle.WriteHandle.last_add_pushed)
     length = _value(write_handle.WriteHandle.length)
     pending_count = _value(write_handle.WriteHandle.pending_count)
-    add = _waits(write_handle.WriteHandle.add)
     add_all = _waits(write_handle.WriteHandle.add_all)
     flush = _waits(write_handle.WriteHandle.flush)
     force = _waits(write_handle.WriteHandle.force)
@@ -225,21 +224,30 @@ class WriteHandle(_Handle[write_handle.WriteHandle]):
 
         Entries get their ids in the order of the calls. Java: appendAsync.
         """
+        future = self._hand_over(payload, entry_id)
+        is_full = len(self._queue) >= _QUEUED_COUNT_MAX or self._queued_bytes >= _QUEUED_BYTES_MAX
+        if is_full or self._client._pipeline.must_wait():
+            with contextlib.suppress(BkctlError):  # the futures tell
+                self._thread.run(self._client.ready)
+        return future
+
+    @wraps(write_handle.WriteHandle.add)
+    def add(self, payload: Buffer, *, entry_id: int | None = None) -> int:
+        return self._hand_over(payload, entry_id).result()
+
+    def _hand_over(self, payload: Buffer, entry_id: int | None) -> Future[int]:
         self._thread.check()
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # what was handed over is written
         data = payload if type(payload) is bytes else bytes(memoryview(payload))  # the caller may change it afterwards
         with self._thread.lock:
-            self._thread.check()
+            if self._thread.is_stopped:
+                self._thread.check()
             self._queue.append((data, entry_id, future))
             self._queued_bytes += len(data)
             if not self._is_sending:
                 self._is_sending = True
                 self._thread.loop.call_soon_threadsafe(self._send)
-            is_full = len(self._queue) >= _QUEUED_COUNT_MAX or self._queued_bytes >= _QUEUED_BYTES_MAX
-        if is_full or self._client._pipeline.must_wait():
-            with contextlib.suppress(BkctlError):  # the futures tell
-                self._thread.run(self._client.ready)
         return future
 
     def _send(self) -> None:
@@ -247,17 +255,9 @@ class WriteHandle(_Handle[write_handle.WriteHandle]):
         for _ in range(len(self._queue)):
             payload, entry_id, future = self._queue.popleft()
             try:
-                self._client.add(payload, entry_id=entry_id).add_done_callback(partial(_copy, future))
+                self._client._add(payload, future, entry_id)
             except Exception as error:  # noqa: BLE001 - given to the caller; the others are sent
                 future.set_exception(error)
-
-
-def _copy(future: Future[int], added: asyncio.Future[int]) -> None:
-    error = CancelledError() if added.cancelled() else added.exception()
-    if error is None:
-        future.set_result(added.result())
-    else:
-        future.set_exception(error)
 
 
 class BookKeeper(_Twin[ledger.BookKeeper]):

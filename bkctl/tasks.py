@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import signal
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator
@@ -97,7 +98,7 @@ def drop_error(future: asyncio.Future[Any]) -> None:
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+def fail(future: asyncio.Future[Any] | concurrent.futures.Future[Any], error: BaseException) -> None:
     """Fail `future` unless it is done, without asyncio's complaint when its exception is never retrieved."""
     if not future.done():
         future.set_exception(error)

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
-from typing import Protocol as Interface
 from weakref import WeakSet
 
 from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
@@ -42,6 +41,7 @@ from bkctl.tasks import cancel_and_wait
 if TYPE_CHECKING:
     import ssl
 
+    from bkctl.client.writer import AddPipeline
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
 
@@ -222,12 +222,6 @@ class BookieChannel:
             _refuse(requests, answered, error)
 
 
-class PoolUser(Interface):
-    """An object that must know that its pool was closed."""
-
-    def client_closed(self) -> None: ...
-
-
 class BookiePool:
     """The channels of one client, and the addresses of its bookies.
 
@@ -253,8 +247,8 @@ class BookiePool:
         self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         #: Set by `close`: the pool does not connect any more.
         self.closed = False
-        #: Objects that `close` tells, while they live.
-        self.users: WeakSet[PoolUser] = WeakSet()
+        #: Pipelines that `close` tells, while they live.
+        self.users: WeakSet[AddPipeline] = WeakSet()
         #: Entries that recoveries read ahead, of all ledgers together.
         self.recovery_bytes = WaitingBytes(RECOVERY_BYTES_MAX)
         self._overrides = dict(addresses)
@@ -455,9 +449,8 @@ def _local_id(*, by_name: bool) -> str | None:
         return None
 
 
-def _refuse(requests: Iterable[Request], answered: Answered, error: BkctlError) -> None:
-    for request in requests:
-        answered(request, error)
+def _refuse(requests: Sequence[Request], answered: Answered, error: BkctlError) -> None:
+    answered(requests, [error] * len(requests))
 
 
 def failure(

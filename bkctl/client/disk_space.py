@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, ProtocolError, TimedOut
 from bkctl.ids import I64_MAX
-from bkctl.protocol.messages import (
-    BookieInfoFlags,
-    BookieInfoRequest,
-    BookieInfoResponse,
-    Protocol,
-    Status,
-    error_for,
-)
+from bkctl.protocol.messages import BookieInfoFlags, BookieInfoRequest, BookieInfoResponse, Protocol, Status, error_for
 from bkctl.tasks import in_order
 
 if TYPE_CHECKING:

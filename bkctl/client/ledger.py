@@ -25,14 +25,7 @@ from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, RecoveryPlan, find_loss, recover, watch_writer
 from bkctl.client.write_handle import WriteFlag, WriteHandle
-from bkctl.errors import (
-    BkctlError,
-    IllegalOperation,
-    LedgerExists,
-    Unauthorized,
-    UsageError,
-    restated,
-)
+from bkctl.errors import BkctlError, IllegalOperation, LedgerExists, Unauthorized, UsageError, restated
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, AnyLedgerId, LedgerId

@@ -22,22 +22,11 @@ from bkctl.client.reader import (
     read_last_confirmed,
     read_runs,
 )
-from bkctl.errors import (
-    BkctlError,
-    ProtocolError,
-    UsageError,
-    restated,
-)
+from bkctl.errors import BkctlError, ProtocolError, UsageError, restated
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.protocol.messages import (
-    FRAME_SIZE_BYTES_MAX,
-    Protocol,
-    ReadRequest,
-    ReadResponse,
-    Response,
-)
+from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, Protocol, ReadRequest, ReadResponse, Response
 from bkctl.tasks import run_to_end
 
 #: A tail asks the metadata store and the bookies at least this often.

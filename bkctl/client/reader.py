@@ -43,7 +43,7 @@ from bkctl.protocol.messages import (
     Response,
     Status,
 )
-from bkctl.protocol.pending_packets import Answered
+from bkctl.protocol.pending_packets import Answered, Outcome
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
@@ -292,24 +292,26 @@ class _RangeReader:
             taker = self._takers[channel] = partial(self._answered, channel)
         return taker
 
-    def _answered(self, channel: BookieChannel, request: Request, outcome: Response | BkctlError) -> None:
-        read = self._reads.get(request[1])  # type: ignore[misc, arg-type]
-        if read is None:
-            return  # another replica gave the entry
-        read.asked_count -= 1
-        if type(outcome) is not ReadResponse or outcome[0] is not Status.EOK:
-            self._failures.append((read, channel, outcome))
-        elif not self._has_room(read, outcome):
-            self._untried_of(read).insert(0, channel)
-        elif read.response is None:
-            read.response, read.source = outcome, channel
-        else:
-            if read.spares is None:
-                read.spares = []
-            read.spares.append((channel, outcome))
-        waiter = self._waiter
-        if waiter is not None and (self._failures or read is self._window[0]) and not waiter.done():
-            waiter.set_result(None)
+    def _answered(self, channel: BookieChannel, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        reads, head, is_awaited = self._reads, self._window[0] if self._window else None, False
+        for request, outcome in zip(requests, outcomes, strict=True):
+            read = reads.get(request[1])  # type: ignore[misc, arg-type]
+            if read is None:
+                continue  # another replica gave the entry
+            is_awaited = is_awaited or read is head
+            read.asked_count -= 1
+            if type(outcome) is not ReadResponse or outcome[0] is not Status.EOK:
+                self._failures.append((read, channel, outcome))
+            elif not self._has_room(read, outcome):
+                self._untried_of(read).insert(0, channel)
+            elif read.response is None:
+                read.response, read.source = outcome, channel
+            else:
+                if read.spares is None:
+                    read.spares = []
+                read.spares.append((channel, outcome))
+        if self._waiter is not None and (self._failures or is_awaited) and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _has_room(self, read: _Read, response: ReadResponse) -> bool:
         """Count the answer among those that wait; return False, with nothing counted, if it is to be dropped."""
@@ -566,43 +568,27 @@ def _last_confirmed_of(future: asyncio.Future[Response], access: LedgerAccess, b
 
     Raise the error that the response carries, or ProtocolError for an impossible last add confirmed.
     """
-    found = _last_confirmed_answered(future, access, bookie_id)
-    if found is not None and found.last_add_confirmed > LAST_CONFIRMED_MAX:
-        raise ProtocolError(f"Bookie {bookie_id} answered with an impossible last add confirmed, {found[0]}")
-    return found
-
-
-def _last_confirmed_answered(
-    future: asyncio.Future[Response], access: LedgerAccess, bookie_id: str
-) -> LastConfirmed | None:
     error = failure(future, access.ledger, None, bookie_id)
-    if error is None:
-        response = future.result()
-        if isinstance(response, ReadLacResponse):
-            return _last_confirmed_in(response, access)
-        if isinstance(response, ReadResponse) and response.body is not None:
-            entry = access.digest.open(response.body, None)
-            return LastConfirmed(entry.last_add_confirmed, entry.length)
-        raise ProtocolError(f"Bookie {bookie_id} answered without the last entry")
     if isinstance(error, (EntryNotFound, LedgerNotFound)):
         return None
-    if not future.cancelled() and future.exception() is None:
-        response = future.result()
-        # For an explicit LAC without any entry, the bookie answers EIO with the LAC.
-        if isinstance(response, ReadLacResponse) and response.lac_body:
-            return _last_confirmed_in(response, access)
-    raise error
-
-
-def _last_confirmed_in(response: ReadLacResponse, access: LedgerAccess) -> LastConfirmed:
+    response = None if future.cancelled() or future.exception() is not None else future.result()
+    # For an explicit LAC without any entry, the bookie answers EIO with the LAC.
+    if error is not None and not (isinstance(response, ReadLacResponse) and response.lac_body):
+        raise error
     found = LastConfirmed(INVALID_ENTRY_ID, 0)
-    if response.last_entry_body:
-        entry = access.digest.open(response.last_entry_body, None)
+    if isinstance(response, ReadLacResponse):
+        body, explicit = response.last_entry_body, response.lac_body
+    elif isinstance(response, ReadResponse) and response.body is not None:
+        body, explicit = response.body, None
+    else:
+        raise ProtocolError(f"Bookie {bookie_id} answered without the last entry")
+    if body or isinstance(response, ReadResponse):
+        entry = access.digest.open(body or b"", None)
         found = LastConfirmed(entry.last_add_confirmed, entry.length)
-    if response.lac_body:
-        explicit = access.digest.open_lac(response.lac_body)
-        if explicit > found.last_add_confirmed:
-            found = LastConfirmed(explicit, found.length)
+    if explicit:
+        found = found._replace(last_add_confirmed=max(access.digest.open_lac(explicit), found.last_add_confirmed))
+    if found.last_add_confirmed > LAST_CONFIRMED_MAX:
+        raise ProtocolError(f"Bookie {bookie_id} answered with an impossible last add confirmed, {found[0]}")
     return found
 
 

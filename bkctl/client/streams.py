@@ -12,9 +12,7 @@ from typing import Final, TypeVar
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
-from bkctl.protocol.messages import (
-    FRAME_SIZE_BYTES_MAX,
-)
+from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX
 
 CHUNK_SIZE_BYTES: Final = 1 << 18
 #: Payload bytes that fit in a frame with the longest header and digest, rounded down.

@@ -26,10 +26,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.pace import Pace
-from bkctl.protocol.messages import (
-    ReadRequest,
-    Response,
-)
+from bkctl.protocol.messages import ReadRequest, Response
 
 #: Entries read ahead of the one that is reported.
 WINDOW_COUNT_MAX: Final = 256
@@ -117,10 +114,7 @@ async def verify_entries(handle: ReadHandle) -> AsyncIterator[EntryCheck]:
 
 
 async def _check(
-    handle: ReadHandle,
-    reads: WaitingReads,
-    entry_id: int,
-    asked: list[tuple[BookieChannel, asyncio.Future[Response]]],
+    handle: ReadHandle, reads: WaitingReads, entry_id: int, asked: list[tuple[BookieChannel, asyncio.Future[Response]]]
 ) -> EntryCheck:
     answered = [(channel, await reads.outcome(future)) for channel, future in asked]
     reference: LedgerEntry | None = None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from bkctl.protocol.messages import ReadRequest, ReadResponse, Request, Response
-from bkctl.protocol.pending_packets import FutureAnswer
+from bkctl.protocol.pending_packets import FutureAnswer, Outcome
 
 if TYPE_CHECKING:
     from bkctl.client.bookies import BookieChannel, WaitingBytes
     from bkctl.client.reader import LedgerAccess
-    from bkctl.errors import BkctlError
 
 
 class _WaitingAnswer(FutureAnswer):
@@ -24,10 +23,11 @@ class _WaitingAnswer(FutureAnswer):
         super().__init__()
         self.reads, self.channel, self.request = reads, channel, request
 
-    def __call__(self, request: Request, outcome: Response | BkctlError) -> None:
+    def __call__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        (outcome,) = outcomes
         if type(outcome) is ReadResponse and outcome.body is not None and not self.reads.admit(self, len(outcome.body)):
             outcome = outcome._replace(body=None)
-        super().__call__(request, outcome)
+        super().__call__(requests, (outcome,))
 
 
 class WaitingReads:

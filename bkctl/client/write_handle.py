@@ -9,15 +9,13 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from enum import IntFlag
+from typing import cast
 
 from bkctl.client.bookies import failure
 from bkctl.client.ensemble import closed, update_metadata
 from bkctl.client.read_handle import Handle
-from bkctl.client.reader import (
-    LedgerAccess,
-    restate,
-)
-from bkctl.client.writer import AddPipeline
+from bkctl.client.reader import LedgerAccess, restate
+from bkctl.client.writer import AddFuture, AddPipeline
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -29,12 +27,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata
-from bkctl.protocol.messages import (
-    ForceLedgerRequest,
-    Protocol,
-    Request,
-    WriteLacRequest,
-)
+from bkctl.protocol.messages import ForceLedgerRequest, Protocol, Request, WriteLacRequest
 from bkctl.tasks import drop_error, run_to_end
 
 
@@ -99,11 +92,14 @@ class WriteHandle(Handle):
         TooManyPending for a caller that never waits. An entry whose future is cancelled is still written.
         Java: appendAsync, WriteAdvHandle.writeAsync.
         """
+        return cast("asyncio.Future[int]", self._add(payload, None, entry_id))
+
+    def _add(self, payload: Buffer, future: AddFuture | None, entry_id: int | None) -> AddFuture:
         if entry_id is not None and not self._own_entry_ids:
             raise IllegalOperation(
                 "The client chooses the entry ids of this ledger", hint="create it with create_ledger_adv"
             )
-        return self._pipeline.add(payload, entry_id=entry_id)
+        return self._pipeline.add(payload, future, entry_id=entry_id)
 
     async def add_all(self, payloads: Sequence[Buffer]) -> None:
         """Add entries one after the other, and wait while too many are in flight; `flush` waits for all of them.
@@ -149,6 +145,7 @@ class WriteHandle(Handle):
             raise IllegalOperation("Protocol v2 has no force", hint="use v3")
         last, length, pushed = pipeline.last_add_confirmed, pipeline.length_confirmed, pipeline.last_add_pushed
         size = access.schedule.ensemble_size
+        pipeline.send_unsent()
         await self._ask(ForceLedgerRequest(self.ledger), range(size), size, "Force")
         lost = [channel.bookie_id for channel, losses in pipeline.sent_over.items() if channel.losses != losses]
         if lost:

@@ -6,11 +6,12 @@ Source: LedgerHandle (add, ensemble change), PendingAddOp, ReadOnlyLedgerHandle.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from bkctl.client.bookies import BookieChannel, error_of
 from bkctl.client.ensemble import update_metadata, with_fragment
@@ -32,8 +33,8 @@ from bkctl.errors import (
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX
-from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, AddResponse, Request, Response, Status
-from bkctl.protocol.pending_packets import Answered
+from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, AddResponse, Request, Status
+from bkctl.protocol.pending_packets import Answered, Outcome
 from bkctl.tasks import fail
 
 #: Adds in flight before `ready` waits. Source: ClientConfiguration.getThrottleValue.
@@ -45,6 +46,8 @@ _REFUSED_AT: Final = 2
 #: Largest size of a request without its entry (protobuf fields, master key, frame length).
 _REQUEST_OVERHEAD_BYTES: Final = 128
 
+#: Gets the id of an added entry: a future of the event loop, or one that another thread waits for.
+AddFuture: TypeAlias = asyncio.Future[int] | concurrent.futures.Future[int]
 _new = tuple.__new__
 
 
@@ -53,7 +56,7 @@ class _PendingAdd:
 
     __slots__ = ("acks", "future", "request", "size")
 
-    def __init__(self, request: AddRequest, size: int, future: asyncio.Future[int] | None) -> None:
+    def __init__(self, request: AddRequest, size: int, future: AddFuture | None) -> None:
         self.request = request
         self.size = size
         self.future = future
@@ -105,7 +108,8 @@ class AddPipeline:
         self._waiter: asyncio.Future[None] | None = None
         self._wake_below = 0
         self._loop = asyncio.get_running_loop()
-        self._completion_due = False
+        #: The last ones of `_pending`, to be sent in the next turn of the event loop.
+        self._unsent: list[_PendingAdd] = []
         access.pool.users.add(self)
         self._channels: list[BookieChannel] = []
         #: Take the answers of each channel.
@@ -130,8 +134,11 @@ class AddPipeline:
         """Id of the last entry added; -1: none."""
         return self._next_id - 1
 
-    def add(self, payload: Buffer, *, entry_id: int | None = None, length: int | None = None) -> asyncio.Future[int]:
-        """Send the next entry; the future gives its id once it and all entries before it are acknowledged.
+    def add(
+        self, payload: Buffer, future: AddFuture | None = None, *,
+        entry_id: int | None = None, length: int | None = None,
+    ) -> AddFuture:  # fmt: skip
+        """Send the next entry; `future` (None: a new one) gets its id once it and all before it are acknowledged.
 
         The caller may choose an `entry_id`, in any order (None: the next id). `length` is the ledger's length with this
         entry where it is known (recovery). Raises the error that ended the pipeline, UsageError for a payload larger
@@ -151,9 +158,20 @@ class AddPipeline:
             raise UsageError(f"Entry id {entry_id} is not in the range 0 to 2^63 − 1")
         elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
             raise DuplicateEntryId(f"Entry {entry_id} of ledger {self.access.ledger} was added before")
-        future: asyncio.Future[int] = self._loop.create_future()
-        self._send([self._seal(entry_id, payload, length, future)])
+        if future is None:
+            future = self._loop.create_future()
+        self._unsent.append(self._seal(entry_id, payload, length, future))
+        if len(self._pending) == 1:
+            self.send_unsent()
+        elif len(self._unsent) == 1:  # the adds of one turn go out as one run
+            self._loop.call_soon(self.send_unsent)
         return future
+
+    def send_unsent(self) -> None:
+        """Send the adds of this turn of the event loop."""
+        unsent, self._unsent = self._unsent, []
+        if unsent:
+            self._send(unsent)
 
     async def add_all(self, payloads: Sequence[Buffer]) -> None:
         """Send the next entries in runs, without a future of each, waiting as `ready` does.
@@ -173,11 +191,12 @@ class AddPipeline:
                     if self._pending_bytes >= PENDING_BYTES_MAX:
                         break
             finally:
-                self._send(run)
+                self._unsent += run
+                self.send_unsent()
             unsent -= len(run)
 
     def _seal(
-        self, entry_id: int, payload: Buffer, length: int | None = None, future: asyncio.Future[int] | None = None
+        self, entry_id: int, payload: Buffer, length: int | None = None, future: AddFuture | None = None
     ) -> _PendingAdd:
         """Make an entry pending, and return it to be sent."""
         data = payload if type(payload) is bytes else bytes(memoryview(payload))
@@ -214,19 +233,25 @@ class AddPipeline:
             # Replace a bookie that failed entries with a quorum without it, now that another entry comes.
             self._bookies_failed({})
 
-    def _answered(self, index: int, channel: BookieChannel, request: Request, outcome: Response | BkctlError) -> None:
-        if self._channels[index] is not channel or self.error is not None:
-            return  # the ensemble changed, so this bookie's answer does not count
-        entry_id: int = request[1]  # type: ignore[misc, assignment]
-        add = self._pending.get(entry_id)
-        if type(outcome) is AddResponse and outcome[0] is Status.EOK:
-            if add is not None:
-                add.acks |= 1 << index
-                if not self._completion_due and entry_id == self.last_add_confirmed + 1:
-                    self._completion_due = True
-                    self._loop.call_soon(self._complete)
-            return
+    def _answered(
+        self, index: int, channel: BookieChannel, requests: Sequence[Request], outcomes: Sequence[Outcome]
+    ) -> None:
+        pending, acked = self._pending, 1 << index
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if self._channels[index] is not channel or self.error is not None:
+                return  # the ensemble changed, so this bookie's answer does not count
+            entry_id: int = request[1]  # type: ignore[misc, assignment]
+            add = pending.get(entry_id)
+            if type(outcome) is not AddResponse or outcome[0] is not Status.EOK:
+                self._complete()
+                self._failed(index, channel, entry_id, outcome)
+            elif add is not None:
+                add.acks |= acked
         self._complete()
+
+    def _failed(self, index: int, channel: BookieChannel, entry_id: int, outcome: Outcome) -> None:
+        """Replace the bookie that did not store an entry, now or with the next entry, or end the pipeline."""
+        add = self._pending.get(entry_id)
         error = error_of(outcome, self.access.ledger, entry_id, channel.bookie_id)
         assert error is not None
         if self.access.pool.closed:
@@ -248,7 +273,6 @@ class AddPipeline:
 
     def _complete(self) -> None:
         """Acknowledge, in order, entries with a quorum; not while the ensemble changes."""
-        self._completion_due = False
         if self._changing is not None:
             return
         pending, quorum = self._pending, self._ack_quorum_size
@@ -378,7 +402,7 @@ class AddPipeline:
         kept = ~sum(1 << index for index in changed)
         for add in self._pending.values():
             add.acks &= kept
-        self._send(list(self._pending.values()), changed)
+        self._send(list(islice(self._pending.values(), len(self._pending) - len(self._unsent))), changed)
         self._complete()
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
@@ -417,7 +441,7 @@ class AddPipeline:
         if self.error is not None:
             return
         self.error = error
-        pending, self._pending = self._pending, {}
+        pending, self._pending, self._unsent = self._pending, {}, []
         self.length, self._pending_bytes = self.length_confirmed, 0
         for add in pending.values():
             if add.future is not None:

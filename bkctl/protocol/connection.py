@@ -17,7 +17,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError, restated
@@ -43,8 +42,8 @@ from bkctl.protocol.messages import (
     Status,
     scope_of,
 )
-from bkctl.protocol.pending_packets import Answered, FutureAnswer, PendingPackets, PendingRequest
-from bkctl.protocol.runs import RESPONSES, V2_OPCODES, AnswerTaker, answer_taker, encode_run
+from bkctl.protocol.pending_packets import Answered, FutureAnswer, Outcome, PendingPackets, PendingRequest
+from bkctl.protocol.runs import RESPONSES, V2_OPCODES, encode_run, take_answers, takes_runs
 from bkctl.tasks import fail
 
 _T = TypeVar("_T")
@@ -215,9 +214,8 @@ class BookieConnection(FramedProtocol):
     def _use_runs(self, is_v2: bool) -> None:
         """Use the client's protocol from now on, and take answers in runs."""
         self._is_v2 = is_v2
-        take = answer_taker(is_v2, self._body_size_max)
-        if take is not None:
-            self._take_frames = partial(self._take_v2 if is_v2 else self._take_v3, take)
+        if takes_runs():
+            self._take_frames = self._take_answers
 
     # Requests.
 
@@ -249,9 +247,9 @@ class BookieConnection(FramedProtocol):
         if problem is None and not self._is_v2 and not self._scopes and scope_of(requests[0]):
             problem = None if requests[0] is _PROBE else self._no_scopes(requests[0])
         if problem is not None:
-            for request in requests:
-                answered(request, restated(problem))
+            answered(requests, [restated(problem) for _ in requests])
             return
+        is_idle = not (self._calls or self._packets.sent or self._out)
         if not self._queue_run(requests, answered):
             unsent = iter(requests)
             try:
@@ -260,11 +258,14 @@ class BookieConnection(FramedProtocol):
                 sent_count = len(requests) - 1 - len(list(unsent))
                 if not sent_count:
                     raise
-                for request in requests[sent_count:]:
-                    answered(request, restated(error))
+                unsent_ones = requests[sent_count:]
+                answered(unsent_ones, [restated(error) for _ in unsent_ones])
         if self._ticker is None:
             self._ticker = self._loop.call_later(self._tick_s, self._expire)
-        self._queued(0)
+        if is_idle:  # nothing that comes in this turn is worth the wait of a caller who waits for each answer
+            self._flush()
+        else:
+            self._queued(0)
 
     def _queue_run(self, requests: Sequence[Request], answered: Answered) -> bool:
         """Queue plain adds or reads as one piece; return False, with nothing queued, for other requests."""
@@ -357,46 +358,46 @@ class BookieConnection(FramedProtocol):
 
     # Answers.
 
-    def _take_v2(self, take: AnswerTaker, buffer: memoryview, at: int, end: int) -> int:
-        found = take(buffer, at, end)
+    def _take_answers(self, buffer: memoryview, at: int, end: int) -> int:
+        found = take_answers(self._is_v2, buffer, at, end, self._body_size_max)
         if found is None:
             return at
         stop, keys, responses = found
-        deliver = self._deliver_v2
-        for key, response in zip(keys, responses, strict=True):
-            deliver(key, response)
+        (self._deliver_v2 if self._is_v2 else self._deliver_v3)(keys, responses)
         return stop
 
-    def _take_v3(self, take: AnswerTaker, buffer: memoryview, at: int, end: int) -> int:
-        found = take(buffer, at, end)
-        if found is None:
-            return at
-        stop, txn_ids, responses = found
-        take_call = self._calls.pop
+    def _deliver_v3(self, txn_ids: Sequence[int], responses: Sequence[AddResponse | ReadResponse]) -> None:
+        take_call, calls, outcomes = self._calls.pop, list[PendingRequest](), list[Outcome]()
         for txn_id, response in zip(txn_ids, responses, strict=True):
             call = take_call(txn_id, None)
-            if call is None:
-                continue
-            answered, request, _ = call
-            kind = type(response)
-            if RESPONSES.get(type(request)) is kind and response[1] == request[0]:  # type: ignore[misc]
-                answered(request, response)
-            else:
-                self._deliver_v3(call, v3.OPERATIONS[AddRequest if kind is AddResponse else ReadRequest], response, "")
-        return stop
+            if call is not None:
+                request, kind, outcome = call[1], type(response), cast("Outcome", response)
+                if RESPONSES.get(type(request)) is not kind or response[1] != request[0]:  # type: ignore[misc]
+                    operation = v3.OPERATIONS[AddRequest if kind is AddResponse else ReadRequest]
+                    outcome = self._checked(request, operation, response, "")
+                calls.append(call)
+                outcomes.append(outcome)
+        _give(calls, outcomes)
 
-    def _deliver_v2(self, key: v2.Key, response: Response) -> None:
-        packets = self._packets
-        sent = packets.sent.pop(key, None)
-        pending = sent if type(sent) is tuple else packets.first_of(key, sent)  # type: ignore[arg-type]
-        if pending is not None:
-            pending[0](pending[1], response)
-        if key in packets.held:
-            packets.send_held(key)
+    def _deliver_v2(self, keys: Sequence[v2.Key], responses: Sequence[Response]) -> None:
+        packets, calls, outcomes = self._packets, list[PendingRequest](), list[Response]()
+        take = packets.sent.pop
+        for key, response in zip(keys, responses, strict=True):
+            sent = take(key, None)
+            pending = sent if type(sent) is tuple else packets.first_of(key, sent)  # type: ignore[arg-type]
+            if pending is not None:
+                calls.append(pending)
+                outcomes.append(response)
+        _give(calls, outcomes)
+        if packets.held:
+            for key in keys:
+                if key in packets.held:
+                    packets.send_held(key)
 
     def _frame(self, buffer: memoryview, at: int, end: int) -> None:
         if self._is_v2:
-            self._deliver_v2(*v2.decode_response(buffer, at, end))
+            key, response = v2.decode_response(buffer, at, end)
+            self._deliver_v2((key,), (response,))
             return
         txn_id, operation, answer, problem = v3.decode_response(buffer, at, end)
         call = self._calls.pop(txn_id, None)
@@ -405,11 +406,10 @@ class BookieConnection(FramedProtocol):
         if self._upgrading:
             # Anything may have sent what follows in clear text.
             self._halted = True
-        self._deliver_v3(call, operation, answer, problem)
+        _give((call,), (self._checked(call[1], operation, answer, problem),))
 
-    def _deliver_v3(self, call: PendingRequest, operation: int, answer: Response | None, problem: str) -> None:
-        """Give an answer to its request, or the error that it does not fit it."""
-        answered, request, _ = call
+    def _checked(self, request: Request, operation: int, answer: Response | None, problem: str) -> Outcome:
+        """Return an answer, or the error that it does not fit its request."""
         if operation != v3.OPERATIONS[type(request)]:
             problem = f"operation {operation} in answer to {type(request).__name__}"
         elif answer is None:
@@ -420,9 +420,8 @@ class BookieConnection(FramedProtocol):
             if found[0] != asked[0]:
                 self._scopes = False
         else:
-            answered(request, answer)
-            return
-        answered(request, ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
+            return answer
+        return ProtocolError(f"Bookie {self.bookie_id} sent {problem}")
 
     def _expire(self) -> None:
         packets = self._packets
@@ -454,9 +453,9 @@ class BookieConnection(FramedProtocol):
             self._abort()
 
     def _time_out(self, pending: PendingRequest) -> None:
-        answered, request, _ = pending
-        message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(request)}"
-        answered(request, TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait"))
+        message = f"Bookie {self.bookie_id} gave no answer within {self._timeout_s:g} s to {_described(pending[1])}"
+        error = TimedOut(message, hint="it may be overloaded or cut off; --timeout sets how long to wait")
+        _give((pending,), (error,))
 
     # Life.
 
@@ -478,8 +477,7 @@ class BookieConnection(FramedProtocol):
         self._failure = failure
         unanswered = [*self._calls.values(), *self._packets.clear()]
         self._calls.clear()
-        for answered, request, _ in unanswered:
-            answered(request, restated(failure))
+        _give(unanswered, [restated(failure) for _ in unanswered])
 
     def _abort(self) -> None:
         if self._transport is not None:
@@ -493,6 +491,22 @@ class BookieConnection(FramedProtocol):
         if self._transport is not None:
             self._transport.close()
             self._ticker = self._loop.call_later(FAREWELL_S, self._abort)
+
+
+def _give(calls: Sequence[PendingRequest], outcomes: Sequence[Outcome]) -> None:
+    """Give requests their outcomes, neighbours of one taker together."""
+    first, count = 0, len(calls)
+    while first < count:
+        answered, end = calls[first][0], first + 1
+        while end < count and calls[end][0] is answered:
+            end += 1
+        try:
+            answered([call[1] for call in calls[first:end]], outcomes[first:end])
+        except Exception:  # a defect of this taker is none of the others
+            if end < count:
+                asyncio.get_running_loop().call_soon(_give, calls[end:], outcomes[end:])
+            raise
+        first = end
 
 
 def _described(request: Request) -> str:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from bkctl.errors import BkctlError
 from bkctl.protocol.messages import AddRequest, ReadRequest, Request, Response
 from bkctl.protocol.v2 import Key
 
-#: Called once with a request and its outcome: the bookie's response, whatever its status, or the error without one.
-Answered: TypeAlias = Callable[[Request, Response | BkctlError], None]
+#: A bookie's response, whatever its status, or the error without one.
+Outcome: TypeAlias = Response | BkctlError
+#: Called with requests and the outcome of each, until each one of a run has had its own, in any order.
+Answered: TypeAlias = Callable[[Sequence[Request], Sequence[Outcome]], None]
 
 
 class FutureAnswer:
@@ -29,9 +31,10 @@ class FutureAnswer:
     def __init__(self) -> None:
         self.future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
-    def __call__(self, request: Request, outcome: Response | BkctlError) -> None:
+    def __call__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
         if self.future.done():
             return
+        (outcome,) = outcomes
         if isinstance(outcome, BkctlError):
             self.future.set_exception(outcome)
             self.future.exception()

@@ -98,9 +98,8 @@ class ReadRun(NamedTuple):
 
     def answers(self, bodies: Sequence[BytesLike], max_lac: int | None, *, is_v2: bool) -> bytes:
         """Return the response frames with the entries; `max_lac` is the bookie's LAC, which only v3 carries."""
-        if is_v2:
-            return compiled.answer_reads(self.ledger, self.entry_ids, None, bodies, None)
-        return compiled.answer_reads(self.ledger, self.entry_ids, self.txn_ids, bodies, max_lac)
+        txn_ids, lac = (None, None) if is_v2 else (self.txn_ids, max_lac)
+        return compiled.answer_reads(self.ledger, self.entry_ids, txn_ids, bodies, lac)
 
     def refusals(self, status: Status, *, is_v2: bool) -> bytes:
         """Return the response frames with `status` in place of the entries."""
@@ -121,7 +120,7 @@ _TYPES: Final = (LedgerId, AddRun, ReadRun)
 
 
 def takes_runs() -> bool:
-    """Return whether the loops are compiled; requests come frame by frame without."""
+    """Return whether the loops are compiled; all messages come frame by frame without."""
     return compiled is not None
 
 
@@ -139,8 +138,6 @@ def take_requests(
 
 #: The offset behind a run of answers, the key of each (v3: transaction id; v2: `v2.Key`), and its response.
 Answers: TypeAlias = tuple[int, list[Any], list[AddResponse | ReadResponse]]
-#: The function (buffer, at, end) → the answers that begin at byte `at`; None if the first frame has another form.
-AnswerTaker: TypeAlias = Callable[[memoryview, int, int], Answers | None]
 #: The classes that `compiled.take_answers` creates, and the status of all its responses.
 Kinds: TypeAlias = tuple[type[AddResponse], type[ReadResponse], type[LedgerId], Status]
 
@@ -162,12 +159,9 @@ def encode_run(is_v2: bool, first_txn_id: int, requests: Sequence[Request], size
     return compiled.encode(is_v2, v3.OPERATIONS[kind], first_txn_id, requests, size_max)
 
 
-def answer_taker(is_v2: bool, size_max: int) -> AnswerTaker | None:
-    """Return a function that takes answers and keeps no view of the buffer; None where it is not compiled.
+def take_answers(is_v2: bool, buffer: memoryview, at: int, end: int, size_max: int) -> Answers | None:
+    """Return the answers that begin at byte `at`, without a view of the buffer; None if none of that form does.
 
     `size_max` is the largest size of a frame by its length field.
     """
-    if compiled is None:
-        return None
-    take = compiled.take_answers
-    return lambda buffer, at, end: take(is_v2, buffer, at, end, size_max, KINDS)
+    return compiled.take_answers(is_v2, buffer, at, end, size_max, KINDS)

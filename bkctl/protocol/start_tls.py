@@ -47,11 +47,7 @@ class TlsUpgrade:
             return
         try:
             secured = await asyncio.get_running_loop().start_tls(
-                transport,
-                connection,
-                self._context,
-                server_side=True,
-                ssl_handshake_timeout=self._handshake_timeout_s,
+                transport, connection, self._context, server_side=True, ssl_handshake_timeout=self._handshake_timeout_s
             )
         except OSError as error:
             release(error)

@@ -79,35 +79,29 @@ def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
     Raises, with nothing appended, IllegalOperation when v2 cannot carry `request` (a scope other than 0, or an
     operation of v3 only), and UsageError for a master key that is missing or not 20 bytes long.
     """
+    if isinstance(request, AddRequest | ReadRequest | BatchReadRequest) and request[0][0]:
+        raise IllegalOperation(
+            f"Protocol v2 cannot carry a ledger scope, and ledger {request.ledger} has one", hint="use v3"
+        )
     if isinstance(request, ReadRequest):
-        (scope_id, ledger_id), entry_id, master_key, fence, high_priority, previous_lac, _, piggyback = request
-        if scope_id:
-            raise _no_scope(request.ledger)
+        (_, ledger_id), entry_id, master_key, fence, high_priority, previous_lac, _, piggyback = request
         if previous_lac is not None or piggyback:
             raise IllegalOperation("Protocol v2 has no long poll", hint="use v3")
-        if not fence:
-            out.append(_READ_REQUEST.pack(20, READ_HEAD | high_priority << 2, ledger_id, entry_id))
-            return (READ_ENTRY, ledger_id, entry_id), 24
-        key = _checked_key(master_key)
-        out.append(_READ_REQUEST.pack(40, READ_HEAD | high_priority << 2 | DO_FENCING, ledger_id, entry_id) + key)
-        return (READ_ENTRY, ledger_id, entry_id), 44
+        key = _checked_key(master_key) if fence else b""
+        head = READ_HEAD | high_priority << 2 | fence * DO_FENCING
+        out.append(_READ_REQUEST.pack(20 + len(key), head, ledger_id, entry_id) + key)
+        return (READ_ENTRY, ledger_id, entry_id), 24 + len(key)
     if isinstance(request, AddRequest):
-        (scope_id, ledger_id), entry_id, master_key, body, recovery_add, high_priority, deferred_sync = request
-        if scope_id:
-            raise _no_scope(request.ledger)
+        (_, ledger_id), entry_id, master_key, body, recovery_add, high_priority, deferred_sync = request
         if deferred_sync:
             raise IllegalOperation("Protocol v2 has no deferred sync", hint="use v3")
-        if len(master_key) != MASTER_KEY_SIZE_BYTES:
-            _checked_key(master_key)
         head = ADD_HEAD | recovery_add << 1 | high_priority << 2
         pieces = body if isinstance(body, tuple) else (body,)
         size = 24 + sum(map(len, pieces))
-        out.append(_ADD_REQUEST.pack(size, head, master_key))
+        out.append(_ADD_REQUEST.pack(size, head, _checked_key(master_key)))
         out += pieces
         return (ADD_ENTRY, ledger_id, entry_id), size + 4
     if isinstance(request, BatchReadRequest):
-        if request.ledger[0]:
-            raise _no_scope(request.ledger)
         flags = request.fence * DO_FENCING | request.high_priority * HIGH_PRIORITY
         key = _checked_key(request.master_key) if request.fence else b""
         size = _BATCH_REQUEST.size - 4 + len(key)
@@ -120,10 +114,6 @@ def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
         out.append(_PREFIX.pack(4 + len(message), _AUTH_HEAD) + message)
         return _AUTH_KEY, 8 + len(message)
     raise IllegalOperation(f"Protocol v2 has no {type(request).__name__}", hint="use v3")
-
-
-def _no_scope(ledger: LedgerId) -> IllegalOperation:
-    return IllegalOperation(f"Protocol v2 cannot carry a ledger scope, and ledger {ledger} has one", hint="use v3")
 
 
 def _checked_key(master_key: bytes | None) -> bytes:
@@ -211,6 +201,7 @@ def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
     if version == 0:
         opcode, flags = head & 0xFF, 0
     head = version << 24 | opcode << 16
+    fence, is_urgent = flags & DO_FENCING != 0, flags & HIGH_PRIORITY != 0
     at += 4
     if opcode == ADD_ENTRY:
         if end - at < 36:
@@ -218,40 +209,23 @@ def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
         key = bytes(buffer[at : at + 20])
         at += 20
         ledger_id, entry_id = _IDS.unpack_from(buffer, at)
+        ledger = _new(LedgerId, (0, ledger_id))
         # AddRequest's fields in order; its own constructor takes twice as long.
-        fields = (
-            _new(LedgerId, (0, ledger_id)),
-            entry_id,
-            key,
-            buffer[at:end],
-            flags & RECOVERY_ADD != 0,
-            flags & HIGH_PRIORITY != 0,
-            False,
-        )
+        fields = (ledger, entry_id, key, buffer[at:end], flags & RECOVERY_ADD != 0, is_urgent, False)
         return _new(Packet, (head, _new(AddRequest, fields)))
     if opcode == READ_ENTRY:
         if end - at < 16:
             raise ProtocolError(f"a read request of {end - at + 4} bytes")
         ledger_id, entry_id = _IDS.unpack_from(buffer, at)
-        fence = flags & DO_FENCING != 0
-        read_fields = (
-            _new(LedgerId, (0, ledger_id)),
-            entry_id,
-            _fencing_key(buffer, at + 16, end, version) if fence else None,
-            fence,
-            flags & HIGH_PRIORITY != 0,
-            None,
-            None,
-            False,
-        )
+        master_key = _fencing_key(buffer, at + 16, end, version) if fence else None
+        read_fields = (_new(LedgerId, (0, ledger_id)), entry_id, master_key, fence, is_urgent, None, None, False)
         return _new(Packet, (head, _new(ReadRequest, read_fields)))
     if opcode == BATCH_READ_ENTRY:
         if end - at < 36:
             raise ProtocolError(f"a batch read request of {end - at + 4} bytes")
-        ledger_id, *ids_and_limits = _BATCH_FIELDS.unpack_from(buffer, at)
-        fence = flags & DO_FENCING != 0
+        ledger_id, *ids = _BATCH_FIELDS.unpack_from(buffer, at)
         batch_key = _fencing_key(buffer, at + 36, end, version) if fence else None
-        batch_fields = (LedgerId(0, ledger_id), *ids_and_limits, batch_key, fence, flags & HIGH_PRIORITY != 0)
+        batch_fields = (_new(LedgerId, (0, ledger_id)), *ids, batch_key, fence, is_urgent)
         return Packet(head, _new(BatchReadRequest, batch_fields))
     if opcode == AUTH:
         return Packet(head, v3.decode_auth(buffer[at:end]))

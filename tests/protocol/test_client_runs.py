@@ -150,9 +150,7 @@ def test_runs_of_answers_are_decoded_as_single_answers(is_v2: bool, data: st.Dat
     answers = data.draw(st.lists(responses(is_v2), max_size=8))
     sent = b"".join(answer(is_v2, txn_id * 1000, each) for txn_id, each in enumerate(answers))
     cut = data.draw(st.integers(0, 20))
-    take = runs.answer_taker(is_v2, SIZE_MAX)
-    assert take is not None
-    found = take(memoryview(sent + b"\0\0\0"), 0, len(sent) - min(cut, len(sent)))
+    found = runs.take_answers(is_v2, memoryview(sent + b"\0\0\0"), 0, len(sent) - min(cut, len(sent)), SIZE_MAX)
     expected = one_by_one(is_v2, sent)
     if found is None:
         first = answers[0] if answers else None
@@ -178,10 +176,8 @@ def test_damaged_answers_are_never_decoded_differently(is_v2: bool, data: bytes,
     changed = bytearray(answer(is_v2, 7, response) + data)
     for flip in flips:
         changed[flip // 8 % len(changed)] ^= 1 << flip % 8
-    take = runs.answer_taker(is_v2, SIZE_MAX)
-    assert take is not None
     at = min(start, len(changed))
-    found = take(memoryview(changed), at, len(changed))
+    found = runs.take_answers(is_v2, memoryview(changed), at, len(changed), SIZE_MAX)
     if found is not None:
         stop, keys, got = found
         assert at < stop <= len(changed)
@@ -210,9 +206,7 @@ def test_an_apache_bookie_that_served_no_add_since_its_start_is_read_in_runs() -
     message = bytes.fromhex("0a060803100118011000a206") + bytes([len(nested)]) + nested
     data = len(message).to_bytes(4, "big") + message
     expected = ReadResponse(Status.EOK, LedgerId(0, 0), 0, body, -1)
-    take = runs.answer_taker(False, SIZE_MAX)
-    assert take is not None
-    assert take(memoryview(data), 0, len(data)) == (len(data), [1], [expected])
+    assert runs.take_answers(False, memoryview(data), 0, len(data), SIZE_MAX) == (len(data), [1], [expected])
     assert one_by_one(False, data) == [(1, expected)]
 
 
@@ -258,9 +252,9 @@ async def test_each_request_of_a_run_gets_its_own_outcome(
     found: dict[int, Any] = {}
     done = asyncio.Event()
 
-    def answered(request: Any, outcome: Any) -> None:
-        assert request.entry_id not in found
-        found[request.entry_id] = outcome
+    def answered(requests: Any, outcomes: Any) -> None:
+        assert found.keys().isdisjoint(request.entry_id for request in requests)
+        found.update((request.entry_id, outcome) for request, outcome in zip(requests, outcomes, strict=True))
         if len(found) == len(requests):
             done.set()
 
