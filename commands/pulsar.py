@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import UUID
 
 import typer
 
@@ -23,7 +24,7 @@ from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .kit.values import tap
 
 if TYPE_CHECKING:
-    from bkctl.client.pulsar import End, Inventory, PulsarFinding, TopicState
+    from bkctl.client.pulsar import End, Inventory, Named, PulsarFinding, TopicState
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -171,11 +172,25 @@ def _report(run: Run, inventory: Inventory) -> None:
     run.out.finish_with(len(problems), "node or ledger cannot be read", "nodes or ledgers cannot be read")
 
 
+def _offload(ledger: Named) -> dict[str, Any]:
+    found = ledger.offload
+    if found is None:
+        return dict.fromkeys(("offload", "offloaded", "offloadedTo", "offloadId", "bookkeeperCopy"))
+    driver, half = found.driverMetadata, (1 << 64) - 1
+    return {
+        "offload": "complete" if found.complete else "started",
+        "offloaded": driver.name or "offloaded" if found.complete else None,
+        "offloadedTo": {each.key: each.value for each in driver.properties},
+        "offloadId": str(UUID(int=(found.uidMsb & half) << 64 | found.uidLsb & half)),
+        "bookkeeperCopy": ledger.bookkeeper_copy,
+    }
+
+
 def _ledgers(row: TopicState) -> list[dict[str, Any]]:
     return [
         {
             "ledgerId": str(each.ledger_id), "role": each.role, "part": each.part, "state": each.state,
-            "entryCount": each.entry_count, "size": each.size_bytes, "offloaded": each.offload,
+            "entryCount": each.entry_count, "size": each.size_bytes, **_offload(each),
         }
         for each in row.ledgers
     ]  # fmt: skip
@@ -193,7 +208,10 @@ def _cursors(row: TopicState) -> list[dict[str, Any]]:
 
 
 def _lines(values: list[dict[str, Any]]) -> str:
-    return "\n".join("  ".join(f"{name} {value}" for name, value in each.items() if value is not None)
+    def text(value: Any) -> str:
+        return " ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
+
+    return "\n".join("  ".join(f"{name} {text(value)}" for name, value in each.items() if value is not None)
                      for each in values) or "none"  # fmt: skip
 
 
@@ -237,7 +255,9 @@ def show_topic(
     """Show a topic: ledgers in order, cursors, schema.
 
     Each ledger has its role: managed-ledger (messages), cursor (positions of a subscription), compacted-ledger, or
-    delayed-index-bucket; and its state: ok, under-replicated, one-copy, unavailable, missing, or offloaded.
+    delayed-index-bucket; and its state: ok, under-replicated, one-copy, unavailable, missing, or offloaded. A ledger
+    that was copied to tiered storage names its driver and place there, and what became of BookKeeper's copy: kept,
+    deleted, left (its deletion was interrupted), or lost.
     """
     from bkctl.metadata.pulsar_nodes import schema_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter
