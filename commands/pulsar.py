@@ -13,7 +13,7 @@ from uuid import UUID
 
 import typer
 
-from bkctl.columns import Column, Columns, Kind, value_at
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound
 from bkctl.ids import LedgerId
 
@@ -68,54 +68,28 @@ def _inventory(run: Run, cluster: Cluster, root: str | None, *, quick: bool = Fa
         yield inventory
 
 
-def _numbers(row: Any) -> Mapping[str, int]:
-    from bkctl.client.pulsar import numbers
-
-    return row.counts if hasattr(row, "counts") else numbers(row)
-
-
-def _number(name: str) -> Any:
-    return lambda row: _numbers(row).get(name, 0)
-
-
-def _oldest(row: Any) -> int | None:
-    from bkctl.client.pulsar import oldest_ms
-
-    found: int | None = row.oldest_ms if hasattr(row, "counts") else oldest_ms(row)
-    return found
-
-
-def _held_by(row: Any) -> str | None:
-    if hasattr(row, "counts"):
-        return row.slowest  # type: ignore[no-any-return]
-    return None if row.slowest is None else row.slowest.name
+def _number_columns(path: str = "") -> tuple[Column, ...]:
+    """Return the columns of the numbers of topics, which rows have at `path`."""
+    return (
+        Column("LEDGERS", "ledgerCount", f"{path}ledgers", Kind.INTEGER),
+        Column("ENTRIES", "entryCount", f"{path}entries", Kind.INTEGER, detail=True),
+        Column("SIZE", "size", f"{path}size_bytes", Kind.SIZE),
+        Column("OFFLOADED", "offloadedSize", f"{path}offloaded_bytes", Kind.SIZE, detail=True),
+        Column("CURSORS", "cursorCount", f"{path}cursors", Kind.INTEGER, spare=1),
+        Column("BACKLOG", "backlogEntryCount", f"{path}backlog", Kind.INTEGER),
+        Column("HELD BY", "heldBy", f"{path}held_by", flexible=True),
+        Column("OLDEST", "oldestCtime", f"{path}oldest_ms", Kind.TIME, spare=2),
+        Column("UNDER-REPLICATED", "underReplicatedCount", f"{path}underreplicated", Kind.INTEGER, spare=1),
+        Column("UNAVAILABLE", "unavailableCount", f"{path}unavailable", Kind.INTEGER),
+        Column("MISSING", "missingCount", f"{path}missing", Kind.INTEGER),
+    )
 
 
-def _backlog(row: Any) -> int | None:
-    """Return the backlog; None where no cursor's is known."""
-    if not hasattr(row, "counts") and row.cursors and all(each.backlog is None for each in row.cursors):
-        return None
-    return _numbers(row).get("backlog", 0)
-
-
-_NUMBERS = (
-    Column("LEDGERS", "ledgerCount", _number("ledgers"), Kind.INTEGER),
-    Column("ENTRIES", "entryCount", _number("entries"), Kind.INTEGER, detail=True),
-    Column("SIZE", "size", _number("size"), Kind.SIZE),
-    Column("OFFLOADED", "offloadedSize", _number("offloaded"), Kind.SIZE, detail=True),
-    Column("CURSORS", "cursorCount", _number("cursors"), Kind.INTEGER, spare=1),
-    Column("BACKLOG", "backlogEntryCount", _backlog, Kind.INTEGER),
-    Column("HELD BY", "heldBy", _held_by, flexible=True),
-    Column("OLDEST", "oldestCtime", _oldest, Kind.TIME, spare=2),
-    Column("UNDER-REPLICATED", "underReplicatedCount", _number("under"), Kind.INTEGER, spare=1),
-    Column("UNAVAILABLE", "unavailableCount", _number("unavailable"), Kind.INTEGER),
-    Column("MISSING", "missingCount", _number("missing"), Kind.INTEGER),
-)
 TOPIC_COLUMNS = Columns(
-    Column("TOPIC", "topic", value_at("node.topic"), flexible=True), *_NUMBERS, key="topic", none="No topics"
+    Column("TOPIC", "topic", "name", flexible=True), *_number_columns(), key="topic", none="No topics"
 )
 TOTAL_COLUMNS = Columns(
-    Column("NAME", "name", "name"), Column("TOPICS", "topicCount", _number("topics"), Kind.INTEGER), *_NUMBERS,
+    Column("NAME", "name", "name"), Column("TOPICS", "topicCount", "topics", Kind.INTEGER), *_number_columns(),
     key="name", none="No topics",
 )  # fmt: skip
 
@@ -159,7 +133,7 @@ def list_topics(
         inventory.list_ledgers()
         topics = inventory.topics((place or "").strip("/"))
         if by is TopicsBy.TOPIC:
-            run.out.render(topics, TOPIC_COLUMNS)
+            run.out.render((each.total for each in topics), TOPIC_COLUMNS)
         else:
             run.out.render(totals(topics, lambda node: getattr(node, by.value)), TOTAL_COLUMNS)
         _report(run, inventory)
@@ -223,7 +197,8 @@ def _terminated(row: TopicState) -> str | None:
 
 _OBJECTS = {"type": "array", "items": {"type": "object"}}
 SHOWN_COLUMNS = Columns(
-    *TOPIC_COLUMNS.columns,
+    Column("TOPIC", "topic", "node.topic", flexible=True),
+    *_number_columns("total."),
     Column("MANAGED LEDGER", "managedLedger", "node.name"),
     Column("CREATED", "ctime", "node.ctime_ms", Kind.TIME),
     Column("TERMINATED AT", "terminatedPosition", _terminated, optional=True),

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.client.ledger_survey import fewest_replicas
@@ -137,6 +137,40 @@ class CursorState(NamedTuple):
         return None if self.position is None else "{}:{}".format(*self.position)
 
 
+class Total(NamedTuple):
+    """The numbers of a topic, or of those of a tenant or namespace together.
+
+    `slowest` is the cursor with the largest backlog, and that; `backlog` is None if no cursor's is known.
+    """
+
+    name: str
+    slowest: tuple[str | None, int] = (None, 0)
+    oldest_ms: int | None = None
+    backlog: int | None = 0
+    topics: int = 0
+    ledgers: int = 0
+    entries: int = 0
+    size_bytes: int = 0
+    offloaded_bytes: int = 0
+    cursors: int = 0
+    underreplicated: int = 0
+    unavailable: int = 0
+    missing: int = 0
+
+    @property
+    def held_by(self) -> str | None:
+        """The cursor with the largest backlog, with its topic where there are several topics."""
+        return self.slowest[0]
+
+    def plus(self, topic: Total) -> Total:
+        """Return the sums with one more topic, under this name."""
+        cursor, backlog = topic.slowest
+        slowest = max(self.slowest, (f"{topic.name} {cursor}", backlog), key=itemgetter(1))
+        oldest_ms = min((each for each in (self.oldest_ms, topic.oldest_ms) if each is not None), default=None)
+        sums = [(one or 0) + (two or 0) for one, two in zip(self[3:], topic[3:], strict=True)]
+        return Total(self.name, slowest, oldest_ms, *sums)
+
+
 class TopicState(NamedTuple):
     """A topic with all that it names."""
 
@@ -150,10 +184,25 @@ class TopicState(NamedTuple):
         return [each for each in self.ledgers if each.role == "managed-ledger"]
 
     @property
-    def slowest(self) -> CursorState | None:
-        """The cursor with the largest backlog."""
-        known = [each for each in self.cursors if each.backlog]
-        return max(known, key=lambda each: each.backlog or 0, default=None)
+    def total(self) -> Total:
+        """The numbers of the topic."""
+        known = [(each.backlog, each.name) for each in self.cursors if each.backlog is not None]
+        backlog, held_by = max(known, key=itemgetter(0), default=(None if self.cursors else 0, None))
+        return Total(
+            self.node.topic,
+            (held_by if backlog else None, backlog or 0),
+            min((each.ctime_ms for each in self.messages if each.ctime_ms is not None), default=None),
+            backlog,
+            1,
+            len(self.ledgers),
+            sum(each.entry_count or 0 for each in self.messages),
+            sum(each.size_bytes for each in self.messages),
+            sum(each.size_bytes for each in self.messages if each.is_offloaded),
+            len(self.cursors),
+            sum(each.facts is not None and each.facts.marked for each in self.ledgers),
+            sum(each.state == "unavailable" for each in self.ledgers),
+            sum(each.is_missing for each in self.ledgers),
+        )
 
     @property
     def schema(self) -> str | None:
@@ -576,9 +625,7 @@ def _faults(topic: TopicState) -> Iterator[PulsarFinding]:
 def find_orphans(inventory: Inventory) -> list[PulsarFinding]:
     """Make a whole pass, and return the ledgers that nothing names, not yet read again."""
     inventory.list_ledgers()
-    for _ in inventory.topics():
-        pass
-    for _ in inventory.name_schemas():
+    for _ in chain(inventory.topics(), inventory.name_schemas()):
         pass
     return list(inventory.unnamed())
 
@@ -631,49 +678,10 @@ def _position(payload: bytes, cursor: CursorNode) -> PositionInfo:
     return parse_message(PositionInfo, payload, f"position of cursor {cursor.subscription}")
 
 
-class Total(NamedTuple):
-    """The topics of a tenant or namespace, together."""
-
-    name: str
-    counts: Mapping[str, int]
-    oldest_ms: int | None
-    slowest: str | None
-
-
 def totals(topics: Iterable[TopicState], name_of: Callable[[TopicNode], str]) -> Iterator[Total]:
-    """Yield the sums of topics that come in order, by name. Memory: one name for each row."""
+    """Yield the sums of topics, by name. Memory: one name for each row."""
     found: dict[str, Total] = {}
     for topic in topics:
         name = name_of(topic.node)
-        before = found.get(name) or Total(name, Counter(), None, None)
-        counts = Counter(before.counts) + Counter(numbers(topic))
-        oldest = [each for each in (before.oldest_ms, oldest_ms(topic)) if each is not None]
-        slowest, most = topic.slowest, before.counts.get("most", 0)
-        text = before.slowest
-        if slowest is not None and (slowest.backlog or 0) > most:
-            text, most = f"{topic.node.topic} {slowest.name}", slowest.backlog or 0
-        counts["most"] = most
-        found[name] = Total(name, counts, min(oldest, default=None), text)
+        found[name] = found.get(name, Total(name)).plus(topic.total)
     yield from found.values()
-
-
-def numbers(topic: TopicState) -> dict[str, int]:
-    """Return the numbers of a topic that can be summed."""
-    messages = topic.messages
-    return {
-        "topics": 1,
-        "ledgers": len(topic.ledgers),
-        "entries": sum(each.entry_count or 0 for each in messages),
-        "size": sum(each.size_bytes for each in messages),
-        "offloaded": sum(each.size_bytes for each in messages if each.is_offloaded),
-        "cursors": len(topic.cursors),
-        "backlog": sum(each.backlog or 0 for each in [topic.slowest] if each is not None),
-        "under": sum(each.facts is not None and each.facts.marked for each in topic.ledgers),
-        "unavailable": sum(each.state == "unavailable" for each in topic.ledgers),
-        "missing": sum(each.is_missing for each in topic.ledgers),
-    }
-
-
-def oldest_ms(topic: TopicState) -> int | None:
-    """Return the time of creation of the topic's oldest ledger of messages."""
-    return min((each.ctime_ms for each in topic.messages if each.ctime_ms is not None), default=None)
