@@ -270,7 +270,7 @@ __bkctl --bookie.aaf3 -l bookie -x -d 'Stop this bookie only; the cluster stays 
 __bkctl --bookie.e7bf -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
 __bkctl --bookies -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
 __bkctl --browser -l browser -d 'Open the link in a browser. [default: browser]'
-__bkctl --bundle -l bundle -r -F -d 'Read a bundle of '\''diagnose bundle'\'' in place of a cluster: metadata and health as they were. [BKCTL_BUNDLE]'
+__bkctl --bundle -l bundle -r -F -d 'Read a bundle of '\''diagnose bundle'\'' in place of a cluster: metadata, health and load as they were. [BKCTL_BUNDLE]'
 __bkctl --by -l by -x -a 'application' -d 'Print one row an application: its ledgers, bytes and biggest ledger.'
 __bkctl --by.1b3c -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
 __bkctl --by.2f2f -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'

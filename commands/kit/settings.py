@@ -208,7 +208,7 @@ class GlobalOptions:
     )
     bundle: Path | None = _setting(
         "--bundle",
-        "Read a bundle of 'diagnose bundle' in place of a cluster: metadata and health as they were.",
+        "Read a bundle of 'diagnose bundle' in place of a cluster: metadata, health and load as they were.",
         ValueType.FILE,
         shown=Shown.PROGRAM,
     )
