@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.texts import GREEN, counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, Sums, sums_of
 from .common import Job, JobOptions, JobResult, Places, SparkOptions, by_option, show_result
-from .page import Bar, Section, bars, table, top_rows
+from .page import Bar, Plot, Section, Table, table, top_rows
 from .saves import SaveOption
 
 if TYPE_CHECKING:
@@ -142,13 +142,12 @@ class GarbageResult(JobResult):
         bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRY_LOG]
         of_bookies = [Bar(row.bookieId, _parts(row)) for row in top_rows(bookies[0])]
         of_logs = [Bar(f"{row.bookieId} {_log_text(row)}", _parts(row)) for row in top_rows(logs[0])]
-        blocks = [
-            bars("Remaining and dead bytes by bookie", of_bookies),
+        blocks: list[Plot | Table] = [
+            Plot("Remaining and dead bytes by bookie", of_bookies),
             table(*bookies),
-            bars("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
+            Plot("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
             table(*logs),
-            "<h3>Orphaned ledgers</h3>",
-            table(*tables[GarbageBy.LEDGER]),
+            table(*tables[GarbageBy.LEDGER], title="Orphaned ledgers"),
         ]
         return [Section("Garbage", self.summary(), blocks)]
 

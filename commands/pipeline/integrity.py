@@ -15,7 +15,7 @@ from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE, Sums
 from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
-from .page import Bar, Section, bars, table
+from .page import BARS_MAX, Bar, Plot, Section, table
 from .saves import SaveOption
 
 if TYPE_CHECKING:
@@ -139,7 +139,6 @@ class IntegrityResult(JobResult):
         by_bookie: dict[str, dict[str, int]] = {}
         for row in sorted(counts, key=lambda each: (each.bookieId, each.problem)):
             by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
-        plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
-        columns = INTEGRITY_COLUMNS[IntegrityBy.ENTRY]
-        found = table(findings, columns) if counts else '<p class="good">No findings.</p>'
+        plot = Plot("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()][:BARS_MAX], unit="")
+        found = table(findings, INTEGRITY_COLUMNS[IntegrityBy.ENTRY], none="No findings.")
         return [Section("Integrity", ". ".join(self.lines), [plot, found])]

@@ -15,7 +15,7 @@ from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS, Sums
 from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
-from .page import Bar, Section, bars, table, top_rows
+from .page import Bar, Plot, Section, Table, table, top_rows
 from .saves import SaveOption
 
 if TYPE_CHECKING:
@@ -116,12 +116,12 @@ class InventoryResult(JobResult):
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        blocks = []
+        blocks: list[Plot | Table] = []
         for title, by, name_of in _PLOTS:
             if by is InventoryBy.APPLICATION and self._job.connection is None:
                 continue
             frame = self.rows(by)
-            blocks.append(bars(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
+            blocks.append(Plot(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
             blocks.append(table(frame, INVENTORY_COLUMNS[by]))
         by = InventoryBy.ENTRY_LOG
         blocks.append(table(self.rows(by), INVENTORY_COLUMNS[by]))

@@ -15,7 +15,7 @@ from ..kit.ledger_options import ScanFilter
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, Sums, sums_of
 from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
-from .page import Bar, Section, bars, table, top_rows
+from .page import Bar, Plot, Section, Table, table, top_rows
 from .saves import SaveOption
 
 if TYPE_CHECKING:
@@ -170,13 +170,12 @@ class JournalAuditResult(JobResult):
         sizes = (
             journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")
         )
-        blocks = [
-            bars(
+        blocks: list[Plot | Table] = [
+            Plot(
                 "What a crash now would replay",
                 [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(sizes)],
             ),
             table(journals, AUDIT_COLUMNS[AuditBy.JOURNAL]),
-            "<h3>Entries that no entry log holds</h3>",
-            table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY]),
+            table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY], title="Entries that no entry log holds"),
         ]
         return [Section("Journals", self.summary(), blocks)]
