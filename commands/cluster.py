@@ -227,10 +227,8 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
 
     from .bookies.members import find_placement
 
-    if run.access.bundle is not None:
-        from bkctl.http.bundle import recorded_findings
-
-        return recorded_findings(run.access.bundle)
+    if run.access.recorded is not None:
+        return run.access.recorded.findings()
     of_bookies: list[HealthFinding] = []
     if not look.no_bookies:
         members = cluster.bookies.list(include_down=False)

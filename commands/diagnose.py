@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -16,10 +16,8 @@ from .cluster import Look, find_all, metrics_api, metrics_wait_s
 from .kit.command import Run, command, group
 from .kit.documents import object_of
 from .kit.options import duration_option, size_option
+from .top import load_watch
 from .why import explain_all
-
-if TYPE_CHECKING:
-    pass
 
 app = group()
 SIZE_DEFAULT: Final = "50MiB"
@@ -42,9 +40,9 @@ def bundle(
 ) -> None:
     """Collect what support asks for, without secrets.
 
-    Metadata of up to 20,000 ledgers, registrations, cookies, health, metrics twice, configurations, garbage collection,
-    versions; of a local cluster also the ends of logs. Passwords, keys and tokens are hidden, rather more than less:
-    look at the files before they leave. Only the owner may read the bundle.
+    Metadata of up to 20,000 ledgers, registrations, cookies, racks, health, load, metrics twice, configurations,
+    garbage collection, versions; of a local cluster also the ends of logs. Passwords, keys and tokens are hidden,
+    rather more than less: look at the files before they leave. Only the owner may read the bundle.
     """
     import tarfile
 
@@ -63,8 +61,9 @@ def bundle(
         found = Bundle(archive, size_max)
         found.json("cluster.json", {"bkctl": __version__, **cluster_info(cluster)._asdict()})
         findings = find_all(run, cluster, Look())
-        found.json("health.json", [each._asdict() for each in findings])
+        found.json("health.json", findings)
         found.json("why.json", explain_all(run, cluster, (each.command for each in findings)))
-        add_cluster(found, cluster, partial(metrics_api, run), pause_s=pause_s, wait_s=metrics_wait_s(run))
+        api_of, watch = partial(metrics_api, run), load_watch(run, cluster)
+        add_cluster(found, cluster, api_of, watch, pause_s=pause_s, wait_s=metrics_wait_s(run))
         found.json("left-out.json", found.left_out)
     run.out.show((file, found), BUNDLE_COLUMNS)

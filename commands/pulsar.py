@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import UUID
 
 import typer
 
-from bkctl.columns import Column, Columns, Kind, value_at
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound
 from bkctl.ids import LedgerId
 
@@ -23,7 +24,7 @@ from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .kit.values import tap
 
 if TYPE_CHECKING:
-    from bkctl.client.pulsar import End, Inventory, PulsarFinding, TopicState
+    from bkctl.client.pulsar import End, Inventory, Named, PulsarFinding, TopicState
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -67,54 +68,28 @@ def _inventory(run: Run, cluster: Cluster, root: str | None, *, quick: bool = Fa
         yield inventory
 
 
-def _numbers(row: Any) -> Mapping[str, int]:
-    from bkctl.client.pulsar import numbers
-
-    return row.counts if hasattr(row, "counts") else numbers(row)
-
-
-def _number(name: str) -> Any:
-    return lambda row: _numbers(row).get(name, 0)
-
-
-def _oldest(row: Any) -> int | None:
-    from bkctl.client.pulsar import oldest_ms
-
-    found: int | None = row.oldest_ms if hasattr(row, "counts") else oldest_ms(row)
-    return found
-
-
-def _held_by(row: Any) -> str | None:
-    if hasattr(row, "counts"):
-        return row.slowest  # type: ignore[no-any-return]
-    return None if row.slowest is None else row.slowest.name
+def _number_columns(path: str = "") -> tuple[Column, ...]:
+    """Return the columns of the numbers of topics, which rows have at `path`."""
+    return (
+        Column("LEDGERS", "ledgerCount", f"{path}ledgers", Kind.INTEGER),
+        Column("ENTRIES", "entryCount", f"{path}entries", Kind.INTEGER, detail=True),
+        Column("SIZE", "size", f"{path}size_bytes", Kind.SIZE),
+        Column("OFFLOADED", "offloadedSize", f"{path}offloaded_bytes", Kind.SIZE, detail=True),
+        Column("CURSORS", "cursorCount", f"{path}cursors", Kind.INTEGER, spare=1),
+        Column("BACKLOG", "backlogEntryCount", f"{path}backlog", Kind.INTEGER),
+        Column("HELD BY", "heldBy", f"{path}held_by", flexible=True),
+        Column("OLDEST", "oldestCtime", f"{path}oldest_ms", Kind.TIME, spare=2),
+        Column("UNDER-REPLICATED", "underReplicatedCount", f"{path}underreplicated", Kind.INTEGER, spare=1),
+        Column("UNAVAILABLE", "unavailableCount", f"{path}unavailable", Kind.INTEGER),
+        Column("MISSING", "missingCount", f"{path}missing", Kind.INTEGER),
+    )
 
 
-def _backlog(row: Any) -> int | None:
-    """Return the backlog; None where no cursor's is known."""
-    if not hasattr(row, "counts") and row.cursors and all(each.backlog is None for each in row.cursors):
-        return None
-    return _numbers(row).get("backlog", 0)
-
-
-_NUMBERS = (
-    Column("LEDGERS", "ledgerCount", _number("ledgers"), Kind.INTEGER),
-    Column("ENTRIES", "entryCount", _number("entries"), Kind.INTEGER, detail=True),
-    Column("SIZE", "size", _number("size"), Kind.SIZE),
-    Column("OFFLOADED", "offloadedSize", _number("offloaded"), Kind.SIZE, detail=True),
-    Column("CURSORS", "cursorCount", _number("cursors"), Kind.INTEGER, spare=1),
-    Column("BACKLOG", "backlogEntryCount", _backlog, Kind.INTEGER),
-    Column("HELD BY", "heldBy", _held_by, flexible=True),
-    Column("OLDEST", "oldestCtime", _oldest, Kind.TIME, spare=2),
-    Column("UNDER-REPLICATED", "underReplicatedCount", _number("under"), Kind.INTEGER, spare=1),
-    Column("UNAVAILABLE", "unavailableCount", _number("unavailable"), Kind.INTEGER),
-    Column("MISSING", "missingCount", _number("missing"), Kind.INTEGER),
-)
 TOPIC_COLUMNS = Columns(
-    Column("TOPIC", "topic", value_at("node.topic"), flexible=True), *_NUMBERS, key="topic", none="No topics"
+    Column("TOPIC", "topic", "name", flexible=True), *_number_columns(), key="topic", none="No topics"
 )
 TOTAL_COLUMNS = Columns(
-    Column("NAME", "name", "name"), Column("TOPICS", "topicCount", _number("topics"), Kind.INTEGER), *_NUMBERS,
+    Column("NAME", "name", "name"), Column("TOPICS", "topicCount", "topics", Kind.INTEGER), *_number_columns(),
     key="name", none="No topics",
 )  # fmt: skip
 
@@ -158,7 +133,7 @@ def list_topics(
         inventory.list_ledgers()
         topics = inventory.topics((place or "").strip("/"))
         if by is TopicsBy.TOPIC:
-            run.out.render(topics, TOPIC_COLUMNS)
+            run.out.render((each.total for each in topics), TOPIC_COLUMNS)
         else:
             run.out.render(totals(topics, lambda node: getattr(node, by.value)), TOTAL_COLUMNS)
         _report(run, inventory)
@@ -171,11 +146,25 @@ def _report(run: Run, inventory: Inventory) -> None:
     run.out.finish_with(len(problems), "node or ledger cannot be read", "nodes or ledgers cannot be read")
 
 
+def _offload(ledger: Named) -> dict[str, Any]:
+    found = ledger.offload
+    if found is None:
+        return dict.fromkeys(("offload", "offloaded", "offloadedTo", "offloadId", "bookkeeperCopy"))
+    driver, half = found.driverMetadata, (1 << 64) - 1
+    return {
+        "offload": "complete" if found.complete else "started",
+        "offloaded": driver.name or "offloaded" if found.complete else None,
+        "offloadedTo": {each.key: each.value for each in driver.properties},
+        "offloadId": str(UUID(int=(found.uidMsb & half) << 64 | found.uidLsb & half)),
+        "bookkeeperCopy": ledger.bookkeeper_copy,
+    }
+
+
 def _ledgers(row: TopicState) -> list[dict[str, Any]]:
     return [
         {
             "ledgerId": str(each.ledger_id), "role": each.role, "part": each.part, "state": each.state,
-            "entryCount": each.entry_count, "size": each.size_bytes, "offloaded": each.offload,
+            "entryCount": each.entry_count, "size": each.size_bytes, **_offload(each),
         }
         for each in row.ledgers
     ]  # fmt: skip
@@ -193,7 +182,10 @@ def _cursors(row: TopicState) -> list[dict[str, Any]]:
 
 
 def _lines(values: list[dict[str, Any]]) -> str:
-    return "\n".join("  ".join(f"{name} {value}" for name, value in each.items() if value is not None)
+    def text(value: Any) -> str:
+        return " ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
+
+    return "\n".join("  ".join(f"{name} {text(value)}" for name, value in each.items() if value is not None)
                      for each in values) or "none"  # fmt: skip
 
 
@@ -205,7 +197,8 @@ def _terminated(row: TopicState) -> str | None:
 
 _OBJECTS = {"type": "array", "items": {"type": "object"}}
 SHOWN_COLUMNS = Columns(
-    *TOPIC_COLUMNS.columns,
+    Column("TOPIC", "topic", "node.topic", flexible=True),
+    *_number_columns("total."),
     Column("MANAGED LEDGER", "managedLedger", "node.name"),
     Column("CREATED", "ctime", "node.ctime_ms", Kind.TIME),
     Column("TERMINATED AT", "terminatedPosition", _terminated, optional=True),
@@ -237,7 +230,9 @@ def show_topic(
     """Show a topic: ledgers in order, cursors, schema.
 
     Each ledger has its role: managed-ledger (messages), cursor (positions of a subscription), compacted-ledger, or
-    delayed-index-bucket; and its state: ok, under-replicated, one-copy, unavailable, missing, or offloaded.
+    delayed-index-bucket; and its state: ok, under-replicated, one-copy, unavailable, missing, or offloaded. A ledger
+    that was copied to tiered storage names its driver and place there, and what became of BookKeeper's copy: kept,
+    deleted, left (its deletion was interrupted), or lost.
     """
     from bkctl.metadata.pulsar_nodes import schema_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter

@@ -19,7 +19,7 @@ from .kit.options import duration_option
 from .kit.texts import GREEN, RED, YELLOW, milliseconds
 
 if TYPE_CHECKING:
-    from bkctl.http.bookie_load import BookieLoad, LoadWatch
+    from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
     from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import Cluster
 
@@ -111,24 +111,21 @@ def top(
     1,000 are counted.
 
     Keys: arrows select a bookie, Enter opens its page, Escape goes back, s and S choose the column to sort by, r
-    reverses the order, / filters, q quits. --once prints the same numbers for scripts: two looks, one interval apart.
+    reverses the order, / filters, q quits. --once prints the same numbers for scripts: two looks, one interval apart;
+    with --bundle those of the bundle.
     """
     if interval_s < INTERVAL_S_MIN:
         raise UsageError(f"--interval: must be {INTERVAL_S_MIN:g} s or more")
-    run.access.refuse_bundle("The bookies that 'bkctl top' shows")
     if once:
-        with run.access.cluster() as cluster:
-            watch = _load_watch(run, cluster)
-            with run.job.working("Asking the bookies"):
-                watch.look()
-                time.sleep(interval_s)
-                load = watch.look()
+        load = _load(run, interval_s)
         run.out.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
         if load.underreplicated_count and run.out.output in (Output.TABLE, Output.WIDE):
             run.out.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
         elif load.not_audited:
             run.out.note(f"Replication was {load.not_audited}")
         return
+    if run.access.bundle is not None:
+        raise UsageError(f"{run.access.bundle} is a bundle, of one moment", hint="add --once")
     if run.out.given_output is not Output.TABLE:
         raise UsageError(f"'bkctl top' has no end, and -o {run.out.given_output} is for scripts", hint="add --once")
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
@@ -139,10 +136,22 @@ def top(
 
     with run.access.cluster() as cluster:
         cluster.layout()
-        show_live(_load_watch(run, cluster), interval_s=interval_s, color=run.out.color)
+        show_live(load_watch(run, cluster), interval_s=interval_s, color=run.out.color)
 
 
-def _load_watch(run: Run, cluster: Cluster) -> LoadWatch:
+def _load(run: Run, interval_s: float) -> ClusterLoad:
+    with run.access.cluster() as cluster:
+        if run.access.recorded is not None:
+            return run.access.recorded.load()
+        watch = load_watch(run, cluster)
+        with run.job.working("Asking the bookies"):
+            watch.look()
+            time.sleep(interval_s)
+            return watch.look()
+
+
+def load_watch(run: Run, cluster: Cluster) -> LoadWatch:
+    """Return the watch of the load, which asks the bookies for a few seconds."""
     from bkctl.http.bookie_load import LoadWatch
 
     wait_s = min(run.access.timeout_s, WAIT_S)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -42,20 +42,22 @@ Bookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 EXPLANATIONS_MAX: Final = 50
 
 
-async def _asked(run: Run, cluster: Cluster, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> Explanation:
+async def _asked(
+    run: Run, cluster: Cluster, ask: Callable[[Inquiry], Awaitable[Explanation]], *, asks_bookies: bool = True
+) -> Explanation:
+    from bkctl.client.ledger import BookKeeper
     from bkctl.http.why import Inquiry
 
     from .cluster import find_vitals, metrics_api
 
-    async with run.access.bookkeeper(cluster) as bookkeeper:
+    client = run.access.bookkeeper(cluster) if asks_bookies else BookKeeper(cluster, config=run.access.client_config())
+    async with client as bookkeeper:
         placement = bookkeeper.pool.placement(cluster.bookies.list())
         return await ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
 
 
-def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str, Any]:
+def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str, Explanation]:
     """Return the explanations for commands of this group, for a bundle; those that fail are left out."""
-    from dataclasses import asdict
-
     from bkctl.ids import LedgerId
 
     asks: dict[str, Callable[[str, Inquiry], Awaitable[Explanation]]] = {
@@ -63,26 +65,25 @@ def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str
         "bookie": lambda subject, inquiry: inquiry.bookie(subject),
         "space": lambda subject, inquiry: inquiry.space(subject),
     }
-    found: dict[str, Any] = {}
+    found: dict[str, Explanation] = {}
     for line in islice(dict.fromkeys(commands), EXPLANATIONS_MAX):
         words = shlex.split(line)
         if words[:2] == ["bkctl", "why"] and len(words) == 4 and words[2] in asks:
             with suppress(BkctlError):
                 ask = partial(asks[words[2]], words[3])
-                why = run.job.complete(_asked(run, cluster, ask))
-                found[line] = asdict(why) | {"facts": [*map(list, why.facts)], "ways": [*map(list, why.ways)]}
+                found[line] = run.job.complete(_asked(run, cluster, ask))
     return found
 
 
-def _explain(run: Run, words: str, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None:
-    if run.access.bundle is not None:
-        from bkctl.http.bundle import recorded_explanation
-
-        with run.access.cluster():
-            why = recorded_explanation(run.access.bundle, f"bkctl why {words}")
-    else:
-        with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
-            why = run.job.complete(_asked(run, cluster, ask))
+def _explain(
+    run: Run, words: str, ask: Callable[[Inquiry], Awaitable[Explanation]], *, asks_bookies: bool = True
+) -> None:
+    with run.access.cluster() as cluster:
+        if run.access.recorded is not None and asks_bookies:
+            why = run.access.recorded.explanation(f"bkctl why {words}")
+        else:
+            with run.job.working("Asking the bookies", enabled=asks_bookies):
+                why = run.job.complete(_asked(run, cluster, ask, asks_bookies=asks_bookies))
     why.ways = [each._replace(command=pasted(each.command)) for each in why.ways]
     if run.out.output is not Output.TABLE:
         run.out.show(why, WHY_COLUMNS)
@@ -124,7 +125,7 @@ def why_create(
 
     Shows the writable bookies rack by rack, and why the others are not chosen.
     """
-    _explain(run, "create", partial(_ask_create, shape, scoped))
+    _explain(run, "create", partial(_ask_create, shape, scoped), asks_bookies=False)
 
 
 async def _ask_create(shape: LedgerShape, scoped: bool, inquiry: Inquiry) -> Explanation:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.client.ledger_survey import fewest_replicas
@@ -32,11 +32,12 @@ from bkctl.metadata.pulsar_nodes import (
     schema_of,
 )
 from bkctl.metadata.pulsar_topics import Owner, owner_of
+from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import LedgerMarks
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
-    from bkctl.formats.managed_ledger_pb2 import PositionInfo
+    from bkctl.formats.managed_ledger_pb2 import OffloadContext, PositionInfo
     from bkctl.formats.metadata import LedgerMetadata
 
 #: Ledgers whose ends are read at once.
@@ -70,6 +71,7 @@ class Named(NamedTuple):
     """A ledger that a topic names, with its role there: what Pulsar calls the component; `part` is the cursor's name.
 
     `facts` is None for a ledger that does not exist. `size_bytes` and `entry_count` are by the topic, or by the ledger.
+    `offload` is None before a broker began to copy the ledger to tiered storage.
     """
 
     ledger_id: int
@@ -78,7 +80,7 @@ class Named(NamedTuple):
     entry_count: int | None
     size_bytes: int
     ctime_ms: int | None
-    offload: str | None
+    offload: OffloadContext | None
     facts: KnownLedger | None
 
     @property
@@ -86,15 +88,34 @@ class Named(NamedTuple):
         return LedgerId(0, self.ledger_id)
 
     @property
+    def is_offloaded(self) -> bool:
+        """True if tiered storage has all of the ledger."""
+        return self.offload is not None and self.offload.complete
+
+    @property
+    def bookkeeper_copy(self) -> str | None:
+        """BookKeeper's copy of an offloaded ledger in a word, None for other ledgers.
+
+        `kept` until its deletion is due, `deleted`, `left` by a broker that died before it deleted it, or `lost`.
+        """
+        if self.offload is None or not self.offload.complete:
+            return None
+        if self.offload.bookkeeperDeleted:
+            return "deleted" if self.facts is None else "left"
+        return "lost" if self.facts is None else "kept"
+
+    @property
     def is_missing(self) -> bool:
         """True if the ledger should be there: tiered storage does not have it."""
-        return self.facts is None and self.offload is None
+        return self.facts is None and not self.is_offloaded
 
     @property
     def state(self) -> str:
-        """The worst that is known of the ledger, in a word."""
+        """The worst that is known of the ledger, in a word; `offloaded` if only tiered storage has all of it."""
+        if self.is_offloaded and (self.facts is None or self.facts.risk):
+            return "offloaded"
         if self.facts is None:
-            return "offloaded" if self.offload else "missing"
+            return "missing"
         return self.facts.risk or ("under-replicated" if self.facts.marked else "ok")
 
 
@@ -116,6 +137,40 @@ class CursorState(NamedTuple):
         return None if self.position is None else "{}:{}".format(*self.position)
 
 
+class Total(NamedTuple):
+    """The numbers of a topic, or of those of a tenant or namespace together.
+
+    `slowest` is the cursor with the largest backlog, and that; `backlog` is None if no cursor's is known.
+    """
+
+    name: str
+    slowest: tuple[str | None, int] = (None, 0)
+    oldest_ms: int | None = None
+    backlog: int | None = 0
+    topics: int = 0
+    ledgers: int = 0
+    entries: int = 0
+    size_bytes: int = 0
+    offloaded_bytes: int = 0
+    cursors: int = 0
+    underreplicated: int = 0
+    unavailable: int = 0
+    missing: int = 0
+
+    @property
+    def held_by(self) -> str | None:
+        """The cursor with the largest backlog, with its topic where there are several topics."""
+        return self.slowest[0]
+
+    def plus(self, topic: Total) -> Total:
+        """Return the sums with one more topic, under this name."""
+        cursor, backlog = topic.slowest
+        slowest = max(self.slowest, (f"{topic.name} {cursor}", backlog), key=itemgetter(1))
+        oldest_ms = min((each for each in (self.oldest_ms, topic.oldest_ms) if each is not None), default=None)
+        sums = [(one or 0) + (two or 0) for one, two in zip(self[3:], topic[3:], strict=True)]
+        return Total(self.name, slowest, oldest_ms, *sums)
+
+
 class TopicState(NamedTuple):
     """A topic with all that it names."""
 
@@ -129,10 +184,25 @@ class TopicState(NamedTuple):
         return [each for each in self.ledgers if each.role == "managed-ledger"]
 
     @property
-    def slowest(self) -> CursorState | None:
-        """The cursor with the largest backlog."""
-        known = [each for each in self.cursors if each.backlog]
-        return max(known, key=lambda each: each.backlog or 0, default=None)
+    def total(self) -> Total:
+        """The numbers of the topic."""
+        known = [(each.backlog, each.name) for each in self.cursors if each.backlog is not None]
+        backlog, held_by = max(known, key=itemgetter(0), default=(None if self.cursors else 0, None))
+        return Total(
+            self.node.topic,
+            (held_by if backlog else None, backlog or 0),
+            min((each.ctime_ms for each in self.messages if each.ctime_ms is not None), default=None),
+            backlog,
+            1,
+            len(self.ledgers),
+            sum(each.entry_count or 0 for each in self.messages),
+            sum(each.size_bytes for each in self.messages),
+            sum(each.size_bytes for each in self.messages if each.is_offloaded),
+            len(self.cursors),
+            sum(each.facts is not None and each.facts.marked for each in self.ledgers),
+            sum(each.state == "unavailable" for each in self.ledgers),
+            sum(each.is_missing for each in self.ledgers),
+        )
 
     @property
     def schema(self) -> str | None:
@@ -324,9 +394,8 @@ class Inventory:
 
     def _messages(self, info: Any) -> Named:
         facts = self.facts(info.ledgerId)
-        offload = None
-        if info.HasField("offloadContext") and info.offloadContext.complete:
-            offload = info.offloadContext.driverMetadata.name or "offloaded"
+        context = info.offloadContext
+        offload = context if context.complete or context.HasField("uidMsb") else None
         is_known = info.HasField("entries") and (info.entries or info.timestamp)
         entry_count = info.entries if is_known else facts.last_entry_id + 1 if facts is not None else None
         size_bytes = info.size or (facts.size_bytes if facts is not None else 0)
@@ -475,16 +544,12 @@ class Inventory:
             return None
         return (again.version, again.metadata) if again.version == found.version else None
 
-    def confirm_missing(self, finding: PulsarFinding, name: str) -> bool:
-        """Read again whether the ledger is missing, and still named."""
+    def confirm(self, finding: PulsarFinding, name: str) -> bool:
+        """Read again whether the ledger is missing, or left, and still named."""
         assert finding.ledger_id is not None
-        try:
-            self.cluster.ledgers.read(LedgerId(0, finding.ledger_id))
-        except LedgerNotFound:
-            pass
-        except BkctlError:
-            return False
-        else:
+        found = attempt(self.cluster.ledgers.read, LedgerId(0, finding.ledger_id))
+        is_missing, exists = isinstance(found, LedgerNotFound), not isinstance(found, BkctlError)
+        if not (exists if finding.code == _LEFT else is_missing):
             return False
         try:
             return self.is_named(finding.ledger_id, Owner(finding.kind, name, finding.part))
@@ -508,7 +573,7 @@ def check_pulsar(inventory: Inventory, *, pause_s: float = 2.0) -> Iterator[Puls
     first = next(orphans, None)
     if doubts or first is not None:
         time.sleep(pause_s)
-    yield from (each for name, each in doubts if inventory.confirm_missing(each, name))
+    yield from (each for name, each in doubts if inventory.confirm(each, name))
     for each in chain(filter(None, [first]), orphans):
         if inventory.confirm_orphan(each):
             yield each
@@ -516,6 +581,12 @@ def check_pulsar(inventory: Inventory, *, pause_s: float = 2.0) -> Iterator[Puls
         yield PulsarFinding("unreadable", None, None, error, "what it names is not checked, and none of it an orphan")
 
 
+_LEFT: Final = "offloaded-left"
+_RISKS: Final = {
+    "unavailable": "Entries of the ledger are on no bookie that is up",
+    "one-copy": "Entries of the ledger are on one bookie that is up",
+    "under-replicated": "The ledger is marked as under-replicated",
+}
 _LOSSES: Final = {
     "managed-ledger": ("ledger-missing", "Its messages are lost, and the topic may not load",
                        "restore it with 'bkctl metadata import', or skip it with pulsar-admin topics"),
@@ -531,20 +602,21 @@ _LOSSES: Final = {
 def _faults(topic: TopicState) -> Iterator[PulsarFinding]:
     for each in topic.ledgers:
         what = f"cursor {each.part}" if each.role == "cursor" else each.role
+        if each.bookkeeper_copy == "left":
+            yield PulsarFinding(
+                _LEFT, topic.node.topic, each.ledger_id,
+                "Tiered storage has the ledger; an interrupted deletion left BookKeeper's copy, which no broker reads",
+                f"bkctl ledger delete {each.ledger_id}", each.size_bytes, each.ctime_ms, kind=each.role,
+            )  # fmt: skip
         if each.is_missing:
             code, loss, advice = _LOSSES[each.role]
             yield PulsarFinding(
                 code, topic.node.topic, each.ledger_id, f"The ledger ({what}) does not exist. {loss}", advice,
                 each.size_bytes, None, each.part, each.role,
             )  # fmt: skip
-        elif each.facts is not None and each.state != "ok":
-            message = {
-                "unavailable": "Entries of the ledger are on no bookie that is up",
-                "one-copy": "Entries of the ledger are on one bookie that is up",
-                "under-replicated": "The ledger is marked as under-replicated",
-            }[each.state]
+        elif each.state in _RISKS:
             yield PulsarFinding(
-                f"topic-{each.state}", topic.node.topic, each.ledger_id, f"{message} ({what})",
+                f"topic-{each.state}", topic.node.topic, each.ledger_id, f"{_RISKS[each.state]} ({what})",
                 f"bkctl autorecovery list; bkctl ledger locate {each.ledger_id} --check",
                 each.size_bytes, each.ctime_ms,
             )  # fmt: skip
@@ -553,9 +625,7 @@ def _faults(topic: TopicState) -> Iterator[PulsarFinding]:
 def find_orphans(inventory: Inventory) -> list[PulsarFinding]:
     """Make a whole pass, and return the ledgers that nothing names, not yet read again."""
     inventory.list_ledgers()
-    for _ in inventory.topics():
-        pass
-    for _ in inventory.name_schemas():
+    for _ in chain(inventory.topics(), inventory.name_schemas()):
         pass
     return list(inventory.unnamed())
 
@@ -608,49 +678,10 @@ def _position(payload: bytes, cursor: CursorNode) -> PositionInfo:
     return parse_message(PositionInfo, payload, f"position of cursor {cursor.subscription}")
 
 
-class Total(NamedTuple):
-    """The topics of a tenant or namespace, together."""
-
-    name: str
-    counts: Mapping[str, int]
-    oldest_ms: int | None
-    slowest: str | None
-
-
 def totals(topics: Iterable[TopicState], name_of: Callable[[TopicNode], str]) -> Iterator[Total]:
-    """Yield the sums of topics that come in order, by name. Memory: one name for each row."""
+    """Yield the sums of topics, by name. Memory: one name for each row."""
     found: dict[str, Total] = {}
     for topic in topics:
         name = name_of(topic.node)
-        before = found.get(name) or Total(name, Counter(), None, None)
-        counts = Counter(before.counts) + Counter(numbers(topic))
-        oldest = [each for each in (before.oldest_ms, oldest_ms(topic)) if each is not None]
-        slowest, most = topic.slowest, before.counts.get("most", 0)
-        text = before.slowest
-        if slowest is not None and (slowest.backlog or 0) > most:
-            text, most = f"{topic.node.topic} {slowest.name}", slowest.backlog or 0
-        counts["most"] = most
-        found[name] = Total(name, counts, min(oldest, default=None), text)
+        found[name] = found.get(name, Total(name)).plus(topic.total)
     yield from found.values()
-
-
-def numbers(topic: TopicState) -> dict[str, int]:
-    """Return the numbers of a topic that can be summed."""
-    messages = topic.messages
-    return {
-        "topics": 1,
-        "ledgers": len(topic.ledgers),
-        "entries": sum(each.entry_count or 0 for each in messages),
-        "size": sum(each.size_bytes for each in messages),
-        "offloaded": sum(each.size_bytes for each in messages if each.offload),
-        "cursors": len(topic.cursors),
-        "backlog": sum(each.backlog or 0 for each in [topic.slowest] if each is not None),
-        "under": sum(each.facts is not None and each.facts.marked for each in topic.ledgers),
-        "unavailable": sum(each.state == "unavailable" for each in topic.ledgers),
-        "missing": sum(each.is_missing for each in topic.ledgers),
-    }
-
-
-def oldest_ms(topic: TopicState) -> int | None:
-    """Return the time of creation of the topic's oldest ledger of messages."""
-    return min((each.ctime_ms for each in topic.messages if each.ctime_ms is not None), default=None)

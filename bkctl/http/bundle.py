@@ -1,6 +1,6 @@
 """The bundle that support asks for: a tar.gz of what a cluster says of itself, bounded in size, without secrets.
 
-`open_bundle` reads one as a cluster that cannot be changed. A bundle is a stranger's file: no name in it becomes a
+`RecordedCluster` reads one as a cluster that cannot be changed. A bundle is a stranger's file: no name in it becomes a
 path, nothing that it names is connected to, and all that is read of it is bounded.
 """
 
@@ -14,36 +14,38 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from bkctl.bookie.local import active_cluster
 from bkctl.errors import BkctlError, Corrupt, Unsupported
-from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, LedgerMetadata
+from bkctl.formats.metadata import BookieServiceInfo, LedgerMetadata
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_load import ask_all
-from bkctl.http.why import Explanation, Fact, Way, log_tail
+from bkctl.http.bookie_load import ClusterLoad, LoadWatch, ask_all
+from bkctl.http.why import Explanation, log_tail
 from bkctl.metadata.admin.dump.export_file import DumpRecord, ExportFile
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import ClusterSource, write_export
-from bkctl.metadata.admin.health import HealthFinding, Severity
-from bkctl.metadata.admin.health_codes import HealthCode
-from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.store import attempt
+from bkctl.metadata.admin.health import HealthFinding
+from bkctl.metadata.cluster import RegisteredBookie, open_cluster
+from bkctl.metadata.store import NEW, RACKS, attempt
 from bkctl.redaction import is_secret_name, without_secrets, without_secrets_in
 
 if TYPE_CHECKING:
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
-    from bkctl.metadata.ledgers import VersionedMetadata
+    from bkctl.metadata.cluster import Cluster
 
-T = TypeVar("T")
 METADATA: Final = "metadata.ndjson"
-#: The members that `open_bundle` reads, and the bytes of a bundle, uncompressed, up to the last of them.
-_READ: Final = (METADATA, "bookies.json", "health.json", "why.json")
+#: The members that `RecordedCluster` reads, and the bytes of a bundle, uncompressed, up to the last of them.
+_READ: Final = (METADATA, "bookies.json", "health.json", "why.json", "load.json", "racks.json")
+_CHANGES: Final = (
+    "put", "put_many", "put_all", "delete", "delete_root", "sequence", "ephemeral", "claim", "claim_many",
+)  # fmt: skip
 READ_SIZE_BYTES_MAX: Final = 256 << 20
 MEMBER_SIZE_BYTES_MAX: Final = 4 << 20
 LEDGERS_MAX: Final = 20_000
@@ -65,13 +67,13 @@ class Bundle:
         self._add(name, without_secrets(text, HIDDEN).encode()[-MEMBER_SIZE_BYTES_MAX:])
 
     def json(self, name: str, document: Any) -> None:
-        """Add a document."""
-        self._add(name, json.dumps(without_secrets_in(document, HIDDEN), indent=1, default=str).encode())
+        """Add a document, of named tuples and dataclasses, too."""
+        self._add(name, json.dumps(without_secrets_in(_plain(document), HIDDEN), indent=1, default=str).encode())
 
     def export(self, cluster: Cluster) -> None:
-        """Add the metadata, without the passwords of ledgers, as `open_bundle` reads it."""
+        """Add the metadata, without the passwords of ledgers, as `RecordedCluster` reads it."""
         lines: list[bytes] = []
-        write_export(_WithoutSecrets(cluster), lines.append)
+        write_export(_WithoutSecrets(cluster, self.left_out), lines.append)
         self._add(METADATA, b"".join(lines))
 
     def _add(self, name: str, data: bytes) -> None:
@@ -86,25 +88,32 @@ class Bundle:
 
 
 def add_cluster(
-    bundle: Bundle, cluster: Cluster, api_of: Callable[[RegisteredBookie], BookieApi], *, pause_s: float, wait_s: float
+    bundle: Bundle,
+    cluster: Cluster,
+    api_of: Callable[[RegisteredBookie], BookieApi],
+    watch: LoadWatch,
+    *,
+    pause_s: float,
+    wait_s: float,
 ) -> None:
     """Add metadata, registrations, cookies, logs of a local cluster, and what the bookies' HTTP servers say.
 
-    Metrics are read twice, `pause_s` apart. Parts that fail are named in `bundle.left_out`.
+    Metrics are read twice, `pause_s` apart, and so is the load. Parts that fail are named in `bundle.left_out`.
     """
     bookies = cluster.bookies.list()
     bundle.export(cluster)
-    bundle.json("bookies.json", [{**each._asdict(), "info": _plain(each.info)} for each in bookies])
-    bundle.json("cookies.json", {each: _cookie(cluster, each) for each in cluster.cookies.list()})
-    ledgers = cluster.ledgers.read_many(islice(cluster.ledgers.ledgers(None), LEDGERS_MAX))
-    bundle.json("ledgers.json", [_ledger(*each) for each in ledgers])
+    bundle.json("bookies.json", bookies)
+    with suppress(ValueError, RecursionError):
+        racks = cluster.store.get(RACKS)
+        bundle.json("racks.json", json.loads(racks.value) if racks is not None and racks.value else {})
     up = [bookie for bookie in bookies if bookie.state != "down"]
-    for number in (1, 2):
-        if number == 2:
-            time.sleep(pause_s)
-        _ask(bundle, up, f"metrics-{number}", ".txt", lambda bookie: api_of(bookie).metrics(), wait_s)
+    _ask(bundle, up, "metrics-1", ".txt", lambda bookie: api_of(bookie).metrics(), wait_s)
+    watch.look()
+    time.sleep(pause_s)
+    bundle.json("load.json", watch.look())
+    _ask(bundle, up, "metrics-2", ".txt", lambda bookie: api_of(bookie).metrics(), wait_s)
     _ask(bundle, up, "config", ".json", lambda bookie: api_of(bookie).config(), wait_s)
-    _ask(bundle, up, "garbage", ".json", lambda bookie: api_of(bookie).garbage_collection()._asdict(), wait_s)
+    _ask(bundle, up, "garbage", ".json", lambda bookie: api_of(bookie).garbage_collection(), wait_s)
     local = active_cluster()
     for each in local.bookies() if local is not None and local.metadata_uri == cluster.uri else ():
         for directory, path in (("logs", each.log), ("conf", each.conf)):
@@ -132,43 +141,62 @@ def _ask(
             bundle.json(name, question.answer)
 
 
-def _plain(info: Any) -> Any:
-    if info is None:
-        return None
-    return {"endpoints": [each._asdict() for each in info.endpoints], "properties": dict(info.properties)}
+def _plain(value: Any) -> Any:
+    """Return named tuples and dataclasses as objects of JSON, which `typed` reads."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
-def _cookie(cluster: Cluster, bookie_id: str) -> Any:
-    found = attempt(cluster.cookies.read, bookie_id)
-    return str(found) if isinstance(found, BkctlError) or found is None else asdict(found.value)
-
-
-def _ledger(ledger: LedgerId, found: VersionedMetadata | BkctlError) -> dict[str, Any]:
-    if isinstance(found, BkctlError):
-        return {"ledger": str(ledger), "problem": str(found)}
-    metadata = found.metadata
-    custom = {name: value.decode("utf-8", "replace") for name, value in metadata.custom_metadata.items()}
-    ensembles = {str(each.first_entry_id): each.bookies for each in metadata.ensembles}
-    kept = {"state": metadata.state.name, "customMetadata": custom, "ensembles": ensembles, "ctime": found.ctime_ms}
-    numbers = ("ensemble_size", "write_quorum_size", "ack_quorum_size", "length", "last_entry_id", "format_version")
-    return {"ledger": str(ledger), **{name: getattr(metadata, name) for name in numbers}, **kept}
+def typed(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as `kind`, whose fields it names. Raise ValueError, TypeError or KeyError for another."""
+    arguments = get_args(kind)
+    origin = get_origin(kind) or kind
+    if kind is Any or (value is None and NoneType in arguments):
+        return value
+    if origin in (Union, UnionType):
+        return typed(next(each for each in arguments if each is not NoneType), value)
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(typed(arguments[0], each) for each in value)
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {name: typed(arguments[1], each) for name, each in value.items()}
+    if hasattr(kind, "_fields") or is_dataclass(kind):
+        hints = get_type_hints(kind, localns={"RegisteredBookie": RegisteredBookie})
+        return kind(**{name: typed(hints[name], each) for name, each in value.items()})
+    if issubclass(kind, StrEnum) or (kind is float and isinstance(value, int)):
+        return kind(value)
+    if not isinstance(value, kind):
+        raise ValueError(f"not {kind.__name__}: {value!r}")
+    return value
 
 
 class _WithoutSecrets(ClusterSource):
-    """The records of a cluster without passwords, and without ledgers behind the first LEDGERS_MAX."""
+    """The records of a cluster without secrets, and without ledgers behind the first LEDGERS_MAX."""
+
+    def __init__(self, cluster: Cluster, left_out: dict[str, str]) -> None:
+        super().__init__(cluster)
+        self.header = self.header._replace(metadata_uri=without_secrets(self.header.metadata_uri, HIDDEN))
+        self._left_out = left_out
 
     def records(self) -> Iterator[DumpRecord]:
         """See DumpSource.records. Unreadable ledgers are left out: their bytes may hold a password."""
         ledger_count = 0
         for record in super().records():
             if record.kind != "ledger":
-                yield record
+                yield record._replace(value=_hidden("", record.value))
                 continue
             ledger_count += 1
             if ledger_count > LEDGERS_MAX:
+                self._left_out["ledgers"] = f"all after the first {LEDGERS_MAX:,}"
                 return
             metadata = attempt(LedgerMetadata.parse, record.value)
-            if not isinstance(metadata, BkctlError):
+            if isinstance(metadata, BkctlError):
+                self._left_out[f"ledger {record.ledger}"] = metadata.message
+            else:
                 custom = {name: _hidden(name, value) for name, value in metadata.custom_metadata.items()}
                 yield record._replace(value=metadata._replace(password=b"", custom_metadata=custom).serialize())
 
@@ -193,89 +221,90 @@ class _Bounded(io.RawIOBase):
         return found
 
 
-def read_members(path: Path) -> dict[str, bytes]:
-    """Return the members of a bundle that `open_bundle` needs. Raise Corrupt for another kind of file, OSError."""
-    found: dict[str, bytes] = {}
-    try:
-        with gzip.open(path) as raw, tarfile.open(fileobj=_Bounded(raw), mode="r|") as archive:
+class RecordedCluster:
+    """A bundle, read. Raise Corrupt for another kind of file, OSError.
+
+    `open` returns a cluster of its metadata, which refuses changes; the rest is what the cluster's bookies answered.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._members: dict[str, bytes] = {}
+        with (
+            self._checked("is not a bundle, or is damaged"),
+            gzip.open(path) as raw,
+            tarfile.open(fileobj=_Bounded(raw), mode="r|") as archive,
+        ):
             for member in archive:
                 name = member.name.removeprefix("bkctl-bundle/")
-                if name in _READ and name not in found and member.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                if name in _READ and name not in self._members and member.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
                     file = archive.extractfile(member)
-                    found[name] = file.read() if file is not None else b""
-                    if len(found) == len(_READ):
+                    self._members[name] = file.read() if file is not None else b""
+                    if len(self._members) == len(_READ):
                         break
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, Corrupt, ValueError, OverflowError) as error:
-        raise Corrupt(f"{path} is not a bundle, or is damaged: {error}", hint="collect it again") from error
-    if missing := [name for name in _READ if name not in found]:
-        raise Corrupt(f"{path} is not a bundle, or an older one: it has no {missing[0]}", hint="collect it again")
-    return found
+        if missing := [name for name in _READ if name not in self._members]:
+            raise Corrupt(f"{path} is not a bundle, or an older one: it has no {missing[0]}", hint="collect it again")
 
+    @contextmanager
+    def _checked(self, problem: str) -> Iterator[None]:
+        """Raise Corrupt for whatever a stranger's file leads to."""
+        try:
+            yield
+        except (
+            BkctlError, tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, ValueError, TypeError, KeyError,
+            AttributeError, IndexError, StopIteration, OverflowError, RecursionError,
+        ) as error:  # fmt: skip
+            raise Corrupt(f"{self.path} {problem}: {error}", hint="collect it again") from error
 
-def open_bundle(path: Path) -> tuple[Cluster, str]:
-    """Return a bundle as a cluster that refuses changes, and its time. Raise Corrupt, OSError."""
-    members = read_members(path)
-    files = tempfile.TemporaryDirectory(prefix="bkctl-bundle-")
-    export = Path(files.name) / METADATA
-    export.write_bytes(members[METADATA])
-    cluster = open_cluster(f"sqlite://{files.name}/metadata.db", create_store=True)
-    try:
-        with ExportFile(export) as source:
-            source.check()
-            prepare_target(cluster, source)
-            import_records(source.records(), cluster)
-            at = source.header.time
-        if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", at, re.ASCII) is None:
-            raise Corrupt("its time is not a time")
-        for each in _json(members["bookies.json"], list):
-            if each["state"] != "down":
-                info = each["info"] or {"endpoints": (), "properties": {}}
-                endpoints = tuple(BookieEndpoint(**endpoint) for endpoint in info["endpoints"])
-                properties = {str(name): str(value) for name, value in info["properties"].items()}
-                registration = BookieServiceInfo(endpoints, properties)
-                cluster.bookies.register(str(each["bookie_id"]), registration, each["state"] == "ro")
-    except (BkctlError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        cluster.close()
-        files.cleanup()
-        raise Corrupt(f"{path} is a damaged bundle: {error}", hint="collect it again") from error
-    for name in ("put", "put_many", "put_all", "delete", "delete_root", "sequence", "ephemeral", "claim", "claim_many"):
-        setattr(cluster.store, name, _refuse)
-    cluster.__dict__["bundle_files"] = files  # removed with the cluster
-    return cluster, at
+    def _read(self, name: str, kind: Any) -> Any:
+        with self._checked(f"is a damaged bundle: {name}"):
+            return typed(kind, json.loads(self._members[name]))
+
+    def open(self) -> tuple[Cluster, str]:
+        """Return the metadata as a cluster that refuses changes, and its time."""
+        bookies: list[RegisteredBookie] = self._read("bookies.json", list[RegisteredBookie])
+        files = tempfile.TemporaryDirectory(prefix="bkctl-bundle-")
+        export = Path(files.name) / METADATA
+        export.write_bytes(self._members[METADATA])
+        with ExitStack() as stack:
+            stack.callback(files.cleanup)
+            cluster = open_cluster(f"sqlite://{files.name}/metadata.db", create_store=True)
+            stack.callback(cluster.close)
+            with self._checked("is a damaged bundle"):
+                with ExportFile(export) as source:
+                    source.check()
+                    prepare_target(cluster, source)
+                    import_records(source.records(), cluster)
+                    at = source.header.time
+                if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", at, re.ASCII) is None:
+                    raise Corrupt("its time is not a time")
+                for each in bookies:
+                    if each.state != "down":
+                        cluster.bookies.register(each.bookie_id, each.info or BookieServiceInfo(), each.state == "ro")
+                cluster.store.put(RACKS, self._members["racks.json"], NEW)
+            stack.pop_all()
+        for name in _CHANGES:
+            setattr(cluster.store, name, _refuse)
+        cluster.__dict__["bundle_files"] = files  # removed with the cluster
+        return cluster, at
+
+    def explanation(self, command: str) -> Explanation:
+        """Return the explanation of a command. Raise Unsupported without one."""
+        recorded: dict[str, Explanation] = self._read("why.json", dict[str, Explanation])
+        if command in recorded:
+            return recorded[command]
+        held = ", ".join(f"'{each}'" for each in islice(recorded, 10)) or "none"
+        problem = f"'{command}' cannot be answered: {self.path} is a bundle"
+        raise Unsupported(problem, hint=f"it has the answers of: {held}")
+
+    def findings(self) -> list[HealthFinding]:
+        """Return the findings of the cluster's health."""
+        return self._read("health.json", list[HealthFinding])  # type: ignore[no-any-return]
+
+    def load(self) -> ClusterLoad:
+        """Return the load of the bookies."""
+        return self._read("load.json", ClusterLoad)  # type: ignore[no-any-return]
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise Unsupported("A bundle cannot be changed", hint="name a cluster in its place")
-
-
-def _json(data: bytes, kind: type[T]) -> T:
-    document = json.loads(data)
-    if not isinstance(document, kind):
-        raise ValueError(f"not a {kind.__name__}")
-    return document
-
-
-def recorded_explanation(path: Path, command: str) -> Explanation:
-    """Return the explanation that a bundle holds for a command. Raise Unsupported without one, Corrupt, OSError."""
-    try:
-        recorded = _json(read_members(path)["why.json"], dict)
-        if (found := recorded.get(command)) is not None:
-            facts = [Fact(str(what), str(evidence)) for what, evidence in found["facts"]]
-            ways = [Way(str(way), str(effect)) for way, effect in found["ways"]]
-            return Explanation(str(found["subject"]), str(found["verdict"]), facts, ways)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Corrupt(f"{path} is a damaged bundle: why.json: {error}", hint="collect it again") from error
-    held = ", ".join(f"'{each}'" for each in islice(recorded, 10)) or "none"
-    raise Unsupported(f"'{command}' cannot be answered: {path} is a bundle", hint=f"it has the answers of: {held}")
-
-
-def recorded_findings(path: Path) -> list[HealthFinding]:
-    """Return the health findings that a bundle holds. Raise Corrupt, OSError."""
-    try:
-        codes = {code.value: code for code in HealthCode}
-        return [
-            HealthFinding(**{**each, "code": codes[each["code"]], "severity": Severity(each["severity"])})
-            for each in _json(read_members(path)["health.json"], list)
-        ]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Corrupt(f"{path} is a damaged bundle: health.json: {error}", hint="collect it again") from error

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from bkctl.config import BookieConfig, ClientConfig
     from bkctl.files.directories import BookieDirectories
     from bkctl.formats.entry import DigestType
+    from bkctl.http.bundle import RecordedCluster
     from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.store import StoreSecurity
@@ -56,6 +57,8 @@ class Access:
         self.connect_timeout_s = min(CONNECT_TIMEOUT_S_DEFAULT, self.timeout_s) if connect_s is None else connect_s
         self.conf: Path | None = options.conf
         self.bundle: Path | None = options.bundle
+        #: The bundle, once `cluster` has read it.
+        self.recorded: RecordedCluster | None = None
         parse_bookie_addresses(options.bookie_addresses)
         #: The connection that the run has used so far.
         self.opened: Connection | None = None
@@ -99,9 +102,10 @@ class Access:
     def cluster(self, *, create_store: bool = False) -> Cluster:
         """Return the cluster that the options name, a context manager; `create_store` creates its SQLite file."""
         if self.bundle is not None:
-            from bkctl.http.bundle import open_bundle
+            from bkctl.http.bundle import RecordedCluster
 
-            bundled, at = open_bundle(self.bundle)
+            self.recorded = RecordedCluster(self.bundle)
+            bundled, at = self.recorded.open()
             self._out.note(f"Everything is of {at}, from the bundle {self.bundle}")
             return bundled
         connection = self.connection()
@@ -171,7 +175,7 @@ class Access:
         if self.bundle is not None:
             raise Unsupported(
                 f"{who} cannot be asked: {self.bundle} is a bundle",
-                hint="it answers what the metadata store and 'cluster health' say; name a cluster for the rest",
+                hint="it answers from metadata, and 'cluster health', 'why', 'top --once'; name a cluster for the rest",
             )
 
     def client_config(self) -> ClientConfig:

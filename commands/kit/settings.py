@@ -159,7 +159,7 @@ class GlobalOptions:
     )
     bundle: Path | None = _setting(
         "--bundle",
-        "Read a bundle of 'diagnose bundle' in place of a cluster: metadata and health as they were.",
+        "Read a bundle of 'diagnose bundle' in place of a cluster: metadata, health and load as they were.",
         shown="program",
     )
     bookie_addresses: tuple[str, ...] = _setting(

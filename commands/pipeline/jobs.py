@@ -19,7 +19,7 @@ from ..kit.ledger_options import ScanFilter
 from ..kit.options import flag
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .common import ForJob, Job, JobResult, LedgersToScan, Sums, by_option, ledger_of, show_result, sums_of
-from .page import Bar, Section, bars, table, top_rows
+from .page import BARS_MAX, Bar, Plot, Section, Table, table, top_rows
 
 if TYPE_CHECKING:
     from bkctl.spark.engine import Frame
@@ -120,12 +120,12 @@ class InventoryResult(JobResult):
         return [Corrupt(row.reason) for row in self.damages]
 
     def sections(self) -> list[Section]:
-        blocks = []
+        blocks: list[Plot | Table] = []
         for title, by, name_of in _PLOTS:
             if by is InventoryBy.APPLICATION and self._job.connection is None:
                 continue
             frame = self.rows(by)
-            blocks.append(bars(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
+            blocks.append(Plot(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
             blocks.append(table(frame, INVENTORY_COLUMNS[by]))
         by = InventoryBy.ENTRYLOG
         blocks.append(table(self.rows(by), INVENTORY_COLUMNS[by]))
@@ -247,9 +247,8 @@ class IntegrityResult(JobResult):
         by_bookie: dict[str, dict[str, int]] = {}
         for row in sorted(counts, key=lambda each: (each.bookieId, each.problem)):
             by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
-        plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
-        columns = INTEGRITY_COLUMNS[IntegrityBy.ENTRY]
-        found = table(findings, columns) if counts else '<p class="good">No findings.</p>'
+        plot = Plot("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()][:BARS_MAX], unit="")
+        found = table(findings, INTEGRITY_COLUMNS[IntegrityBy.ENTRY], none="No findings.")
         return [Section("Integrity", ". ".join(self.lines), [plot, found])]
 
 
@@ -353,13 +352,12 @@ class GarbageResult(JobResult):
         bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRYLOG]
         of_bookies = [Bar(row.bookieId, _parts(row)) for row in top_rows(bookies[0])]
         of_logs = [Bar(f"{row.bookieId} {_log_text(row)}", _parts(row)) for row in top_rows(logs[0])]
-        blocks = [
-            bars("Remaining and dead bytes by bookie", of_bookies),
+        blocks: list[Plot | Table] = [
+            Plot("Remaining and dead bytes by bookie", of_bookies),
             table(*bookies),
-            bars("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
+            Plot("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
             table(*logs),
-            "<h3>Orphaned ledgers</h3>",
-            table(*tables[GarbageBy.LEDGER]),
+            table(*tables[GarbageBy.LEDGER], title="Orphaned ledgers"),
         ]
         return [Section("Garbage", self.summary(), blocks)]
 
@@ -489,13 +487,12 @@ class JournalAuditResult(JobResult):
         sizes = (
             journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")
         )
-        blocks = [
-            bars(
+        blocks: list[Plot | Table] = [
+            Plot(
                 "What a crash now would replay",
                 [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(sizes)],
             ),
             table(journals, AUDIT_COLUMNS[AuditBy.JOURNAL]),
-            "<h3>Entries that no entry log holds</h3>",
-            table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY]),
+            table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY], title="Entries that no entry log holds"),
         ]
         return [Section("Journals", self.summary(), blocks)]

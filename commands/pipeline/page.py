@@ -1,11 +1,10 @@
-"""The HTML page of a pipeline's results: tables as the commands print them, plots in SVG, nothing from elsewhere."""
+"""The HTML page of a pipeline's results, by the console's templates: tables as the commands print them, and plots."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bkctl import __version__
@@ -31,12 +30,45 @@ class Bar(NamedTuple):
     parts: Mapping[str, int]
 
 
+class Plot(NamedTuple):
+    """Horizontal bars, each of parts side by side; nothing without bars."""
+
+    title: str
+    bars: Sequence[Bar]
+    unit: str = "bytes"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parts."""
+        return list(dict.fromkeys(name for bar in self.bars for name in bar.parts))
+
+    @property
+    def largest(self) -> int:
+        """The length of the longest bar, at least 1."""
+        return max([1, *(sum(bar.parts.values()) for bar in self.bars)])
+
+    def text(self, value: int) -> str:
+        """Return a value with its unit."""
+        return size_text(value) if self.unit == "bytes" else f"{value:,}"
+
+
+class Table(NamedTuple):
+    """The first rows of a table, with the terminal's cells; `more` says how many rows there are, `none` is for none."""
+
+    title: str | None
+    columns: Sequence[str]
+    are_numbers: Sequence[bool]
+    rows: Sequence[Sequence[str]]
+    more: str | None
+    none: str
+
+
 class Section(NamedTuple):
-    """A part of the page: SVG plots and tables, as HTML."""
+    """A part of the page."""
 
     title: str
     text: str
-    blocks: Sequence[str]
+    blocks: Sequence[Plot | Table]
 
 
 def top_rows(frame: Frame) -> list[Any]:
@@ -44,113 +76,28 @@ def top_rows(frame: Frame) -> list[Any]:
     return list(frame.limit(BARS_MAX).collect())
 
 
-# --- tables and plots -----------------------------------------------------------------------------------------------
-
-
-def table(frame: Frame, columns: Columns) -> str:
-    """Return the first rows of `frame` as an HTML table with the terminal's cells."""
+def table(frame: Frame, columns: Columns, *, title: str | None = None, none: str = "None.") -> Table:
+    """Return the first rows of `frame`."""
     shown = [column for column in columns.columns if column.title is not None]
     rows = frame.limit(TABLE_ROWS_MAX + 1).collect()
-    right = [' class="number"' if column.kind in (Kind.INTEGER, Kind.SIZE) else "" for column in shown]
-    head = "".join(f"<th{place}>{escape(str(column.title))}</th>" for column, place in zip(shown, right, strict=True))
-    if not rows:
-        return '<p class="none">None.</p>'
-    body = "".join(
-        "<tr>" + "".join(f"<td{place}>{escape(cell)}</td>" for cell, place in zip(cells, right, strict=True)) + "</tr>"
-        for cells in Cells(columns).of_rows(rows[:TABLE_ROWS_MAX])
+    return Table(
+        title,
+        [str(column.title) for column in shown],
+        [column.kind in (Kind.INTEGER, Kind.SIZE) for column in shown],
+        list(Cells(columns).of_rows(rows[:TABLE_ROWS_MAX])),
+        f"The first {TABLE_ROWS_MAX} of {frame.count():,} rows." if len(rows) > TABLE_ROWS_MAX else None,
+        none,
     )
-    more = ""
-    if len(rows) > TABLE_ROWS_MAX:
-        more = f'<p class="none">The first {TABLE_ROWS_MAX} of {frame.count():,} rows.</p>'
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
-
-
-_ROW_HEIGHT = 26
-_LABEL_WIDTH = 300
-_BAR_WIDTH = 480
-_VALUE_WIDTH = 120
-
-
-def bars(title: str, rows: Sequence[Bar], *, unit: str = "bytes") -> str:
-    """Return a plot of horizontal bars, each of parts side by side; an empty text without rows."""
-    if not rows:
-        return ""
-    names = list(dict.fromkeys(name for row in rows for name in row.parts))
-    largest = max([sum(row.parts.values()) for row in rows] + [1])
-
-    def text(value: int) -> str:
-        return size_text(value) if unit == "bytes" else f"{value:,}"
-
-    drawn: list[str] = []
-    for number, row in enumerate(rows[:BARS_MAX]):
-        top = number * _ROW_HEIGHT
-        label = row.label if len(row.label) <= 42 else f"{row.label[:20]}…{row.label[-21:]}"
-        x = float(_LABEL_WIDTH)
-        drawn.append(
-            f'<text x="{_LABEL_WIDTH - 10}" y="{top + 17}" text-anchor="end"><title>{escape(row.label)}</title>'
-            f"{escape(label)}</text>"
-        )
-        for name, value in row.parts.items():
-            width = value / largest * _BAR_WIDTH
-            drawn.append(
-                f'<rect class="p{names.index(name) % 5}" x="{x:.1f}" y="{top + 4}" width="{width:.1f}" height="18">'
-                f"<title>{escape(row.label)}: {escape(name)} {text(value)}</title></rect>"
-            )
-            x += width
-        drawn.append(f'<text class="value" x="{x + 8:.1f}" y="{top + 17}">{text(sum(row.parts.values()))}</text>')
-    width, height = _LABEL_WIDTH + _BAR_WIDTH + _VALUE_WIDTH, min(len(rows), BARS_MAX) * _ROW_HEIGHT + 4
-    legend = ""
-    if len(names) > 1:
-        keys = (f'<span><i class="p{number % 5}"></i>{escape(name)}</span>' for number, name in enumerate(names))
-        legend = f'<div class="legend">{"".join(keys)}</div>'
-    return (
-        f"<figure><figcaption>{escape(title)}</figcaption>{legend}"
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(drawn)}</svg></figure>'
-    )
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2733; --soft: #5d6b7a; --line: #d9e0e7; --page: #ffffff; --head: #f3f6f9;
-  --p0: #2f6fb0; --p1: #d9822b; --p2: #3a9a62; --p3: #b2455b; --p4: #7a5fb0; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e9ee; --soft: #9aa7b4; --line: #35414d; --page: #161c22;
-  --head: #1f272f; --p0: #5b9bdc; --p1: #e6a25c; --p2: #5fc08a; --p3: #dc7488; --p4: #a58cdc; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
-  max-width: 1120px; padding: 24px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 20px; margin: 40px 0 6px; border-top: 1px solid var(--line);
-  padding-top: 20px; } h3 { font-size: 16px; margin: 24px 0 6px; }
-p { margin: 4px 0 14px; } .about, .none { color: var(--soft); } .good { color: var(--p2); font-weight: 600; }
-.wide { overflow-x: auto; margin: 8px 0 20px; } table { border-collapse: collapse; font-size: 13px; }
-th { background: var(--head); text-align: left; font-weight: 600; } th, td { padding: 4px 12px;
-  border-bottom: 1px solid var(--line); white-space: nowrap; } .number { text-align: right;
-  font-variant-numeric: tabular-nums; }
-figure { margin: 18px 0; } figcaption { font-weight: 600; margin-bottom: 6px; } svg { max-width: 100%; height: auto; }
-svg text { fill: var(--ink); font-size: 13px; } svg text.value { fill: var(--soft); }
-.legend { font-size: 13px; color: var(--soft); margin-bottom: 4px; } .legend span { margin-right: 16px; }
-.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 6px; border-radius: 2px; }
-rect.p0 { fill: var(--p0); } rect.p1 { fill: var(--p1); } rect.p2 { fill: var(--p2); } rect.p3 { fill: var(--p3); }
-rect.p4 { fill: var(--p4); } i.p0 { background: var(--p0); } i.p1 { background: var(--p1); }
-i.p2 { background: var(--p2); } i.p3 { background: var(--p3); } i.p4 { background: var(--p4); }
-"""
 
 
 def page(title: str, sections: Sequence[Section], bookies: Sequence[str]) -> str:
     """Return the whole page as HTML."""
+    from bkctl.http.console.templates import style, templates
+
     moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    parts = [
-        f"<section><h2>{escape(section.title)}</h2><p>{escape(section.text)}</p>{''.join(section.blocks)}</section>"
-        for section in sections
-    ]
     about = f"{len(bookies)} bookies: {', '.join(bookies)}. Made at {moment} by bkctl {__version__}."
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>BookKeeper: {escape(title.lower())}</title><style>{_STYLE}</style></head><body>"
-        f'<h1>BookKeeper: {escape(title.lower())}</h1><p class="about">{escape(about)}</p>'
-        f"{''.join(parts)}</body></html>\n"
-    )
+    values = {"title": f"BookKeeper: {title.lower()}", "about": about, "sections": sections, "here": None}
+    return templates().get_template("report.html").render(values, style=style())
 
 
 def write_pages(paths: Sequence[str], title: str, sections: Callable[[], Sequence[Section]], bookies: Bookies) -> None:

@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple
 
 from bkctl.columns import Columns
-from bkctl.errors import AlreadyExists, NotFound, UsageError
+from bkctl.errors import AlreadyExists, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Output
 from ..kit.command import Run
@@ -122,6 +123,8 @@ def check_save(path: str, forms: Sequence[str], *, is_directory: bool = False) -
         raise UsageError(f"--save {path}: not a name that ends in {' or '.join(forms)}")
     if is_directory and not ending.endswith(".parquet"):
         raise UsageError(f"--save {path}: rows cannot be appended to it", hint="give --append a NAME.parquet")
+    if ending.endswith(PAGE) and find_spec("jinja2") is None:
+        raise Unsupported(f"--save {path}: a page needs jinja2, which is not installed", hint="pip install jinja2")
     if _is_remote(path):
         if ending.endswith(PAGE):
             raise UsageError(f"--save {path}: a page is written on this machine", hint="give the path of a file")

@@ -108,12 +108,44 @@ def test_check_finds_what_is_lost_and_what_nothing_names(cli: Cli, pulsar: Pulsa
 
 
 def test_offloaded_ledgers_are_not_lost(cli: Cli, pulsar: PulsarStore) -> None:
-    info = pulsar.topic(ORDERS, 10, 11, 9)
-    context = {"complete": True, "bookkeeperDeleted": True, "driverMetadata": {"name": "aws-s3"}}
-    info.ledgerInfo[2].offloadContext.MergeFrom(type(info.ledgerInfo[2].offloadContext)(**context))
+    def offload(number: int, *, uid: int = 1 << 63, **fields: Any) -> None:
+        context = info.ledgerInfo[number].offloadContext
+        context.uidMsb = context.uidLsb = uid - (1 << 64)
+        context.MergeFrom(type(context)(driverMetadata={"name": "aws-s3"}, **fields))
+        context.driverMetadata.properties.add(key="bucket", value="b")
+
+    pulsar.ledger(31, messages_of(ORDERS), bookies=("x:1", "x:2"))
+    info = pulsar.topic(ORDERS, 10, 11, 31, 8, 9)
+    offload(0)
+    offload(1, complete=True, bookkeeperDeleted=True)
+    offload(2, complete=True)
+    offload(3, complete=True)
+    offload(4, complete=True, bookkeeperDeleted=True)
     pulsar.put(f"managed-ledgers/{ORDERS}", info.SerializeToString())
-    assert cli("pulsar", "check", "--pause", "0s").code == 0
-    assert cli("pulsar", "topics", "-o", "json").json[0]["offloadedSize"] == 1000
+    found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson").rows
+    assert [(row["code"], row["ledgerId"], row["advice"]) for row in found] == [
+        ("offloaded-left", "11", "bkctl ledger delete 11")
+    ]
+    assert (
+        cli("pulsar", "topics", "-o", "json").json[0].items() >= {"offloadedSize": 4000, "unavailableCount": 0}.items()
+    )
+    assert cli("pulsar", "orphans", "--pause", "0s", "--min-age", "0s").code == 0
+    shown = cli("pulsar", "topic", TOPIC, "-o", "json").json["ledgers"][:5]
+    keys = ("ledgerId", "state", "offload", "offloaded", "bookkeeperCopy")
+    assert [tuple(each[key] for key in keys) for each in shown] == [
+        ("10", "ok", "started", None, None),
+        ("11", "ok", "complete", "aws-s3", "left"),
+        ("31", "offloaded", "complete", "aws-s3", "kept"),
+        ("8", "offloaded", "complete", "aws-s3", "lost"),
+        ("9", "offloaded", "complete", "aws-s3", "deleted"),
+    ]
+    assert {each["offloadId"] for each in shown} == {"80000000-0000-0000-8000-000000000000"}
+    text = cli("pulsar", "topic", TOPIC).out
+    assert "offloadedTo bucket=b  offloadId 80000000" in text
+    info.ledgerInfo[3].offloadContext.complete = False
+    pulsar.put(f"managed-ledgers/{ORDERS}", info.SerializeToString())
+    codes = {row["code"] for row in cli("pulsar", "check", "--pause", "0s", "-o", "ndjson").rows}
+    assert codes == {"offloaded-left", "ledger-missing"}
 
 
 def test_topics_at_risk_are_found(cli: Cli, pulsar: PulsarStore) -> None:

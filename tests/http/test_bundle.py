@@ -14,10 +14,13 @@ import pytest
 from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.http import bundle as bundles
+from bkctl.http.bookie_client import DiskSpace
+from bkctl.http.bookie_load import NO_COUNTS, BookieLoad, BookieReading, ClusterLoad, LoadCounts, Percentiles
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.cluster import RegisteredBookie, open_cluster
+from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.underreplication import LedgerMarks
 
 LEDGERS = [LedgerId(0, 3), LedgerId(0, 4), LedgerId(7, 3)]
@@ -31,6 +34,10 @@ READS = (
     ("cluster", "health"),
     ("cluster", "health", "detail"),
     ("why", "bookie", "b3"),
+    ("why", "create"),
+    ("why", "create", "--ensemble-size", "1", "--write-quorum", "1", "--ack-quorum", "1", "--scoped"),
+    ("bookies", "racks", "list"),
+    ("top", "--once", "--interval", "100ms"),
 )
 
 
@@ -52,6 +59,7 @@ def uri(tmp_path: Path) -> Iterator[str]:
                 ),
             )  # fmt: skip
         LedgerMarks(cluster.store).add(LEDGERS[1], ["b1"])
+        BookieRacks(cluster).set(["b1"], "/r1")
         yield cluster.uri
 
 
@@ -78,13 +86,17 @@ def test_a_bundle_answers_as_its_cluster_did(uri: str, tmp_path: Path) -> None:
         assert answer.code == before[words].code, answer.err
         then, now = json.loads(before[words].out), json.loads(answer.out)
         assert plain(now) == plain(then), words
+        if words[:2] == ("why", "create"):
+            assert now == then
         assert f"from the bundle {file}" in answer.err
     assert b"s3cret" not in gzip.decompress(file.read_bytes())
+    done = CommandLine(None)("top", "--bundle", file)
+    assert (done.code, "add --once" in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(
     "words",
-    [("why", "ledger", "3"), ("why", "create"), ("top", "--once"), ("cluster", "status"),
+    [("why", "ledger", "3"), ("cluster", "status"),
      ("ledger", "read", "3"), ("ledger", "delete", "3", "--yes"),
      ("autorecovery", "disable"), ("bookies", "usage"), ("ledger", "verify", "3")],
 )  # fmt: skip
@@ -96,6 +108,36 @@ def test_commands_that_need_bookies_or_changes_refuse_a_bundle(
     done = CommandLine(None)(*words, "--bundle", file)
     assert done.code == 8, (done.out, done.err)
     assert "bundle" in done.err
+
+
+LOAD = ClusterLoad(
+    (
+        BookieLoad(
+            RegisteredBookie("b1", "rw", BookieServiceInfo((BookieEndpoint("h", 80, "h", "http"),), {"v": "x"})),
+            BookieReading(
+                1.5, LoadCounts(1, 2, 3, 4, None), *[Percentiles(0.1, 2, None, None)] * 4, 1, None, 3, 4, 5,
+                DiskSpace(1, 4), "idle", None,
+            ),
+            LoadCounts(10.5, 2, 3, 4, None), 2, None,
+        ),
+        BookieLoad(RegisteredBookie("b2", "down", None), None, NO_COUNTS, 0, "has a cookie, but is not registered"),
+    ),
+    2,
+)  # fmt: skip
+
+
+def test_the_load_of_a_bundle_is_the_load_that_was(tmp_path: Path) -> None:
+    kept = io.BytesIO()
+    with tarfile.open(fileobj=kept, mode="w") as archive:
+        bundles.Bundle(archive, 1 << 20).json("load.json", LOAD)
+    with tarfile.open(fileobj=io.BytesIO(kept.getvalue())) as archive:
+        file = archive.extractfile("bkctl-bundle/load.json")
+        assert file is not None
+        document = json.load(file)
+    assert bundles.typed(ClusterLoad, document) == LOAD
+    for path, wrong in (("underreplicated_count", "2"), ("bookies", {}), ("bookies", [{}]), ("more", 1)):
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            bundles.typed(ClusterLoad, {**document, path: wrong})
 
 
 def test_damaged_bundles_are_corrupt_and_nothing_else(uri: str, tmp_path: Path) -> None:

@@ -59,11 +59,13 @@ def pulsar(request: pytest.FixtureRequest, zookeeper: ZooKeeperServer, tmp_path:
         stack.callback(bookies.kill)
         bookies.ensure_up()
         java = JavaOnPulsar()
+        offloaded = tmp_path / "offloaded"
+        offloaded.mkdir()
 
         def start() -> Ask:
             store = f"zk:{zookeeper.connect_string}{chroot}"
             return stack.enter_context(
-                conversation(java, "org.apache.pulsar.broker.PulsarBroker", store, uri, *request.param)
+                conversation(java, "org.apache.pulsar.broker.PulsarBroker", store, uri, *request.param, offloaded)
             )
 
         yield Pulsar(cluster, start)
@@ -174,3 +176,79 @@ def test_losses_are_found_exactly_beside_a_broker_under_load(pulsar: Pulsar) -> 
         busy.result()
     looks += [pulsar.findings(), pulsar.findings()]
     assert looks == [planted] * len(looks)
+
+
+@pytest.mark.parametrize("pulsar", [("ZLIB", 60)], indirect=True)
+def test_offloaded_ledgers_are_neither_lost_nor_orphans(pulsar: Pulsar, tmp_path: Path) -> None:
+    def copies() -> dict[int, tuple[str, str | None]]:
+        """The offload of each ledger of messages, and what became of BookKeeper's copy."""
+        ledgers = pulsar.show(ORDERS)["ledgers"]
+        found = [each for each in ledgers if each["role"] == "managed-ledger" and each["offload"]]
+        for each in found:
+            assert each["offloadedTo"] == {"storageBasePath": str(tmp_path / "offloaded")}
+            assert (tmp_path / "offloaded" / f"{each['ledgerId']}-{each['offloadId']}").exists()
+            assert each["offloaded"] == ("filesystem" if each["offload"] == "complete" else None)
+        return {int(each["ledgerId"]): (each["offload"], each["bookkeeperCopy"]) for each in found}
+
+    ask = pulsar.start()
+    ask("lag", 3_600_000)
+    ask("subscribe", ORDERS, "s", 0)
+    ask("produce", ORDERS, 35)
+    first, second, third, _ = ask("ledgers", ORDERS)["ledgers"]
+
+    ask("arm", "offload")
+    assert ask("offload", ORDERS) == {"copied": first}
+    assert copies() == {first: ("started", None)}
+    assert pulsar.findings() == set()
+
+    ask = pulsar.start()
+    ask("lag", 3_600_000)
+    assert ask("offload", ORDERS) == {}
+    assert ask("ledgers", ORDERS)["offloaded"] == [first, second, third]
+    assert copies() == dict.fromkeys((first, second, third), ("complete", "kept"))
+    row = {row["topic"]: row for row in pulsar.bkctl("topics")}[ORDERS]
+    assert row["offloadedSize"] == sum(
+        each["size"] for each in pulsar.show(ORDERS)["ledgers"] if int(each["ledgerId"]) in (first, second, third)
+    )
+    assert pulsar.findings() == set()
+    assert pulsar.bkctl("orphans", "--min-age", "0s", "--pause", "1s") == []
+
+    pulsar.lose(second)  # The messages are in tiered storage.
+    assert copies()[second] == ("complete", "lost")
+    assert pulsar.findings() == set()
+
+    ask("lag", 0)
+    ask("arm", "delete")
+    assert ask("trim", ORDERS) == {"kept": first}
+    assert copies() == {
+        first: ("complete", "left"),
+        second: ("complete", "deleted"),
+        third: ("complete", "left"),
+    }
+    left = {("offloaded-left", ORDERS, str(first)), ("offloaded-left", ORDERS, str(third))}
+    assert pulsar.findings() == left
+    assert pulsar.bkctl("orphans", "--min-age", "0s", "--pause", "1s") == []
+
+    ask = pulsar.start()
+    ask("produce", ORDERS, 10)
+    ask("subscribe", ORDERS, "again", 45)  # All messages are there.
+    assert pulsar.findings() == left
+    pulsar.lose(third)
+    assert pulsar.findings() == {("offloaded-left", ORDERS, str(first))}
+    ask("lag", 0)
+    assert ask("offload", ORDERS) == {}
+    ask("trim", ORDERS)
+    deleted = {ledger: copy for ledger, (_, copy) in copies().items()}
+    assert deleted.pop(first) == "left"
+    assert set(deleted.values()) == {"deleted"}
+    assert len(deleted) >= 3
+    assert pulsar.findings() == {("offloaded-left", ORDERS, str(first))}
+
+    for subscription in ("s", "again"):
+        ask("skip", ORDERS, subscription)
+    ask("trim", ORDERS)
+    assert first not in ask("ledgers", ORDERS)["ledgers"]
+    assert pulsar.findings() == {("orphan", ORDERS, str(first))}
+    (orphan,) = pulsar.bkctl("orphans", "--delete", "--yes", "--pause", "1s", "--min-age", "0s")
+    assert orphan["ledgerId"] == str(first)
+    assert pulsar.findings() == set()

@@ -15,12 +15,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, quote
 
-from jinja2 import DictLoader, Environment, StrictUndefined
 from starlette.responses import RedirectResponse, Response
 
-from bkctl.columns import iso_time, plain
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.http.console.pages import PAGES, LoadHistory, Sources
+from bkctl.http.console.templates import templates
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -58,13 +57,8 @@ class Console:
         self._link_key = link_key
         #: Session → the monotonic time of its end, the oldest first.
         self._sessions: dict[str, float] = {}
-        here = files("bkctl.http.console")
-        texts = {each.name: each.read_text("utf-8") for each in here.iterdir() if each.name.endswith(".html")}
-        self._assets = {name: (here / name).read_bytes() for name in _ASSETS}
-        self._templates = Environment(
-            loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, finalize=_visible
-        )
-        self._templates.filters.update(time=iso_time, path=lambda text: quote(str(text), safe=""))
+        self._assets = {name: (files("bkctl.http.console") / name).read_bytes() for name in _ASSETS}
+        self._templates = templates()
 
     def owns(self, path: str) -> bool:
         """Return True for the paths of the console."""
@@ -157,11 +151,6 @@ class Console:
             secure=request.url.scheme == "https",
         )  # fmt: skip
         return answer
-
-
-def _visible(value: Any) -> Any:
-    """Return text without what could reorder the page's own; other values as they are."""
-    return plain(value) if type(value) is str else value
 
 
 def _cookie(request: Request) -> str:

@@ -1,19 +1,35 @@
 package org.apache.pulsar.broker;
 
+import io.netty.buffer.Unpooled;
 import io.netty.channel.EventLoopGroup;
 import java.io.BufferedReader;
+import java.io.DataInputStream;
+import java.io.DataOutputStream;
+import java.io.IOException;
 import java.io.InputStreamReader;
+import java.nio.file.Files;
+import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.List;
 import java.util.Map;
 import java.util.Optional;
 import java.util.Set;
+import java.util.UUID;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
 import org.apache.bookkeeper.client.AsyncCallback;
 import org.apache.bookkeeper.client.BookKeeper;
 import org.apache.bookkeeper.client.EnsemblePlacementPolicy;
+import org.apache.bookkeeper.client.api.LastConfirmedAndEntry;
+import org.apache.bookkeeper.client.api.LedgerEntries;
+import org.apache.bookkeeper.client.api.LedgerEntry;
+import org.apache.bookkeeper.client.api.LedgerMetadata;
+import org.apache.bookkeeper.client.api.ReadHandle;
+import org.apache.bookkeeper.client.impl.LedgerEntriesImpl;
+import org.apache.bookkeeper.client.impl.LedgerEntryImpl;
 import org.apache.bookkeeper.conf.ClientConfiguration;
+import org.apache.bookkeeper.mledger.LedgerOffloader;
+import org.apache.bookkeeper.mledger.offload.OffloadUtils;
 import org.apache.bookkeeper.stats.StatsLogger;
 import org.apache.pulsar.client.admin.LongRunningProcessStatus;
 import org.apache.pulsar.client.admin.PulsarAdmin;
@@ -24,7 +40,10 @@ import org.apache.pulsar.client.api.PulsarClient;
 import org.apache.pulsar.client.api.Schema;
 import org.apache.pulsar.client.api.SubscriptionInitialPosition;
 import org.apache.pulsar.client.api.SubscriptionType;
+import org.apache.pulsar.common.naming.NamespaceName;
 import org.apache.pulsar.common.policies.data.ClusterData;
+import org.apache.pulsar.common.policies.data.OffloadPolicies;
+import org.apache.pulsar.common.policies.data.OffloadPoliciesImpl;
 import org.apache.pulsar.common.policies.data.PersistentTopicInternalStats;
 import org.apache.pulsar.common.policies.data.TenantInfo;
 import org.apache.pulsar.metadata.api.extended.MetadataStoreExtended;
@@ -32,12 +51,173 @@ import org.apache.pulsar.metadata.api.extended.MetadataStoreExtended;
 /**
  * A broker in this process, which answers each line on stdin by a line of JSON: `produce TOPIC COUNT`, `ledgers TOPIC` …
  * Arguments: metadata store's URL, the bookies' metadata URI, the compression of topics' and cursors' metadata,
- * and after how many seconds cursors write positions that they kept in memory.
+ * after how many seconds cursors write positions that they kept in memory, and the directory that `offload` fills.
  * `arm create` lets it die once its next ledger exists, before it names it; `arm delete` before its next deletion of a
- * ledger.
+ * ledger; `arm offload` once its next ledger is copied, before the topic knows.
  */
 public class PulsarBroker {
     private static volatile String armed = "";
+
+    private static void dieIfArmed(String step, String word, long ledger) {
+        if (armed.equals(step)) {
+            System.out.println("{\"" + word + "\": " + ledger + "}");
+            System.out.flush();
+            Runtime.getRuntime().halt(9);
+        }
+    }
+
+    /** Tiered storage in a directory, a file for each ledger; Pulsar's own drivers are not on Maven Central. */
+    static class DirectoryOffloader implements LedgerOffloader {
+        private final Path directory;
+        final OffloadPoliciesImpl policies = new OffloadPoliciesImpl();
+
+        DirectoryOffloader(Path directory) {
+            this.directory = directory;
+            policies.setManagedLedgerOffloadDriver(getOffloadDriverName());
+        }
+
+        @Override
+        public String getOffloadDriverName() {
+            return "filesystem";
+        }
+
+        @Override
+        public Map<String, String> getOffloadDriverMetadata() {
+            return Map.of("storageBasePath", directory.toString());
+        }
+
+        private Path file(long ledger, UUID id) {
+            return directory.resolve(ledger + "-" + id);
+        }
+
+        @Override
+        public CompletableFuture<Void> offload(ReadHandle ledger, UUID id, Map<String, String> metadata) {
+            return CompletableFuture.runAsync(() -> {
+                Path file = file(ledger.getId(), id);
+                try (DataOutputStream out = new DataOutputStream(Files.newOutputStream(file));
+                        LedgerEntries entries = ledger.read(0, ledger.getLastAddConfirmed())) {
+                    byte[] format = OffloadUtils.buildLedgerMetadataFormat(ledger.getLedgerMetadata());
+                    out.writeInt(format.length);
+                    out.write(format);
+                    for (LedgerEntry entry : entries) {
+                        byte[] bytes = entry.getEntryBytes();
+                        out.writeInt(bytes.length);
+                        out.write(bytes);
+                    }
+                } catch (Exception error) {
+                    throw new RuntimeException(error);
+                }
+                dieIfArmed("offload", "copied", ledger.getId());
+            });
+        }
+
+        @Override
+        public CompletableFuture<ReadHandle> readOffloaded(long ledger, UUID id, Map<String, String> metadata) {
+            return CompletableFuture.supplyAsync(() -> {
+                try {
+                    return new OffloadedLedger(ledger, file(ledger, id));
+                } catch (IOException error) {
+                    throw new RuntimeException(error);
+                }
+            });
+        }
+
+        @Override
+        public CompletableFuture<Void> deleteOffloaded(long ledger, UUID id, Map<String, String> metadata) {
+            return CompletableFuture.runAsync(() -> {
+                try {
+                    Files.deleteIfExists(file(ledger, id));
+                } catch (IOException error) {
+                    throw new RuntimeException(error);
+                }
+            });
+        }
+
+        @Override
+        public OffloadPolicies getOffloadPolicies() {
+            return policies;
+        }
+
+        @Override
+        public void close() {
+        }
+    }
+
+    /** A ledger that is read from its file. */
+    static class OffloadedLedger implements ReadHandle {
+        private final LedgerMetadata metadata;
+        private final List<byte[]> entries = new ArrayList<>();
+
+        OffloadedLedger(long ledger, Path file) throws IOException {
+            try (DataInputStream in = new DataInputStream(Files.newInputStream(file))) {
+                metadata = OffloadUtils.parseLedgerMetadata(ledger, in.readNBytes(in.readInt()));
+                while (in.available() > 0) {
+                    entries.add(in.readNBytes(in.readInt()));
+                }
+            }
+        }
+
+        @Override
+        public long getId() {
+            return metadata.getLedgerId();
+        }
+
+        @Override
+        public LedgerMetadata getLedgerMetadata() {
+            return metadata;
+        }
+
+        @Override
+        public CompletableFuture<Void> closeAsync() {
+            return CompletableFuture.completedFuture(null);
+        }
+
+        @Override
+        public CompletableFuture<LedgerEntries> readAsync(long first, long last) {
+            List<LedgerEntry> found = new ArrayList<>();
+            for (long entry = first; entry <= last; entry++) {
+                byte[] bytes = entries.get((int) entry);
+                found.add(LedgerEntryImpl.create(getId(), entry, bytes.length, Unpooled.wrappedBuffer(bytes)));
+            }
+            return CompletableFuture.completedFuture(LedgerEntriesImpl.create(found));
+        }
+
+        @Override
+        public CompletableFuture<LedgerEntries> readUnconfirmedAsync(long first, long last) {
+            return readAsync(first, last);
+        }
+
+        @Override
+        public CompletableFuture<Long> readLastAddConfirmedAsync() {
+            return CompletableFuture.completedFuture(getLastAddConfirmed());
+        }
+
+        @Override
+        public CompletableFuture<Long> tryReadLastAddConfirmedAsync() {
+            return readLastAddConfirmedAsync();
+        }
+
+        @Override
+        public long getLastAddConfirmed() {
+            return metadata.getLastEntryId();
+        }
+
+        @Override
+        public long getLength() {
+            return metadata.getLength();
+        }
+
+        @Override
+        public boolean isClosed() {
+            return true;
+        }
+
+        @Override
+        public CompletableFuture<LastConfirmedAndEntry> readLastAddConfirmedAndEntryAsync(long entry, long timeoutMs,
+                boolean parallel) {
+            return CompletableFuture.failedFuture(new UnsupportedOperationException());
+        }
+    }
 
     /** Dies between the two steps of a creation or a deletion. */
     static class DyingBookKeeper extends BookKeeper {
@@ -48,12 +228,10 @@ public class PulsarBroker {
         @Override
         public void asyncCreateLedger(int ensemble, int write, int ack, DigestType digest, byte[] password,
                 AsyncCallback.CreateCallback callback, Object context, Map<String, byte[]> metadata) {
-            boolean dies = armed.equals("create");
+            String step = armed;
             super.asyncCreateLedger(ensemble, write, ack, digest, password, (code, handle, given) -> {
-                if (dies) {
-                    System.out.println("{\"created\": " + handle.getId() + "}");
-                    System.out.flush();
-                    Runtime.getRuntime().halt(9);
+                if (step.equals("create")) {
+                    dieIfArmed("create", "created", handle.getId());
                 }
                 callback.createComplete(code, handle, given);
             }, context, metadata);
@@ -61,11 +239,7 @@ public class PulsarBroker {
 
         @Override
         public void asyncDeleteLedger(long ledger, AsyncCallback.DeleteCallback callback, Object context) {
-            if (armed.equals("delete")) {
-                System.out.println("{\"kept\": " + ledger + "}");
-                System.out.flush();
-                Runtime.getRuntime().halt(9);
-            }
+            dieIfArmed("delete", "kept", ledger);
             super.asyncDeleteLedger(ledger, callback, context);
         }
     }
@@ -123,10 +297,16 @@ public class PulsarBroker {
         configuration.setDelayedDeliveryTickTimeMillis(100);
         configuration.setDelayedDeliveryMaxTimeStepPerBucketSnapshotSegmentSeconds(1);
 
+        DirectoryOffloader offloader = new DirectoryOffloader(Path.of(arguments.length > 4 ? arguments[4] : "."));
         PulsarService broker = new PulsarService(configuration) {
             @Override
             public BookKeeperClientFactory newBookKeeperClientFactory() {
                 return new DyingFactory();
+            }
+
+            @Override
+            public LedgerOffloader getManagedLedgerOffloader(NamespaceName namespace, OffloadPoliciesImpl policies) {
+                return arguments.length > 4 ? offloader : super.getManagedLedgerOffloader(namespace, policies);
             }
         };
         broker.start();
@@ -141,17 +321,18 @@ public class PulsarBroker {
         BufferedReader lines = new BufferedReader(new InputStreamReader(System.in));
         for (String line; (line = lines.readLine()) != null;) {
             try {
-                System.out.println(answer(admin, client, line.split(" ")));
+                System.out.println(answer(admin, client, offloader, line.split(" ")));
             } catch (Throwable error) {
                 error.printStackTrace();
-                System.out.println("{\"error\": \"" + error.getClass().getName() + "\"}");
+                System.out.println("{\"error\": \"" + error.toString().replace('"', '\'').replace('\n', ' ') + "\"}");
             }
             System.out.flush();
         }
         Runtime.getRuntime().halt(0);
     }
 
-    private static String answer(PulsarAdmin admin, PulsarClient client, String[] words) throws Exception {
+    private static String answer(PulsarAdmin admin, PulsarClient client, DirectoryOffloader offloader, String[] words)
+            throws Exception {
         String topic = words.length > 1 ? words[1] : "";
         switch (words[0]) {
             case "arm" -> armed = topic;
@@ -194,6 +375,17 @@ public class PulsarBroker {
                 }
                 return "{\"status\": \"" + admin.topics().compactionStatus(topic).status + "\"}";
             }
+            case "offload" -> {
+                admin.topics().triggerOffload(topic, admin.topics().getLastMessageId(topic));
+                while (admin.topics().offloadStatus(topic).getStatus() == LongRunningProcessStatus.Status.RUNNING) {
+                    Thread.sleep(50);
+                }
+                String problem = admin.topics().offloadStatus(topic).getLastError();
+                if (!problem.isEmpty()) {
+                    throw new IllegalStateException(problem);
+                }
+            }
+            case "lag" -> offloader.policies.setManagedLedgerOffloadDeletionLagInMillis(Long.parseLong(words[1]));
             case "unload" -> admin.topics().unload(topic);
             case "skip" -> admin.topics().skipAllMessages(topic, words[2]);
             case "trim" -> admin.topics().trimTopic(topic);
@@ -205,13 +397,15 @@ public class PulsarBroker {
                 PersistentTopicInternalStats stats = admin.topics().getInternalStats(topic);
                 List<String> ids = new ArrayList<>();
                 stats.ledgers.forEach(each -> ids.add("" + each.ledgerId));
+                List<String> offloaded = new ArrayList<>();
+                stats.ledgers.stream().filter(each -> each.offloaded).forEach(each -> offloaded.add("" + each.ledgerId));
                 List<String> cursors = new ArrayList<>();
                 stats.cursors.forEach((name, each) -> cursors.add("\"" + name + "\": [" + each.cursorLedger + ", \""
                         + each.markDeletePosition + "\", " + each.messagesConsumedCounter + "]"));
                 List<String> schemas = new ArrayList<>();
                 stats.schemaLedgers.forEach(each -> schemas.add("" + each.ledgerId));
                 return "{\"ledgers\": " + ids + ", \"cursors\": {" + String.join(", ", cursors) + "}, \"schemas\": "
-                        + schemas + ", \"compacted\": " + stats.compactedLedger.ledgerId + "}";
+                        + schemas + ", \"compacted\": " + stats.compactedLedger.ledgerId + ", \"offloaded\": " + offloaded + "}";
             }
             case "backlog" -> {
                 List<String> found = new ArrayList<>();
