@@ -6,6 +6,7 @@ import codecs
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
@@ -158,7 +159,12 @@ def _readable(chunks: Iterator[bytes]) -> Iterator[str]:
 
 def _body(text: str) -> bytes:
     """Return the bytes to send. Raises UsageError for bytes that are not JSON, or too many."""
-    data = _file(text[1:]) if text.startswith("@") else text.encode("utf-8", "surrogateescape")
+    if text == "@-" and sys.stdin is None:
+        raise UsageError("stdin is closed, so no body can be read")
+    data = text.encode("utf-8", "surrogateescape")
+    if text.startswith("@"):
+        with nullcontext(sys.stdin.buffer) if text == "@-" else open(text[1:], "rb") as stream:
+            data = stream.read(BODY_SIZE_BYTES_MAX + 1)
     if len(data) > BODY_SIZE_BYTES_MAX:
         raise UsageError(f"--body: larger than {BODY_SIZE_BYTES_MAX:,} bytes")
     try:
@@ -166,12 +172,3 @@ def _body(text: str) -> bytes:
     except (ValueError, RecursionError) as error:
         raise UsageError("--body: not JSON", hint="quote it for the shell, or give it as @FILE") from error
     return data
-
-
-def _file(name: str) -> bytes:
-    if name != "-":
-        with open(name, "rb") as stream:
-            return stream.read(BODY_SIZE_BYTES_MAX + 1)
-    if sys.stdin is None:
-        raise UsageError("stdin is closed, so no body can be read")
-    return sys.stdin.buffer.read(BODY_SIZE_BYTES_MAX + 1)

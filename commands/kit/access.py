@@ -107,8 +107,8 @@ class Access:
         connection = self.connection()
         self._out.detail(f"cluster {shown_uri(connection.uri)} ({connection.source})")
         cluster = self._open(connection.uri, self.security(connection), create_store=create_store)
+        self._session.note(metadataUri=shown_uri(connection.uri), connection=connection.source)
         if self._session.audit is not None:
-            self._session.audit.connected(connection.uri, connection.source)
             self._session.audit.begin()
         return cluster
 

@@ -89,16 +89,15 @@ class RowSelection(NamedTuple):
 
     def check(self, forms: Iterable[Columns], output: Output) -> None:
         """Raise the UsageError of the first of `forms`, if `of` refuses all of them."""
-        errors: list[UsageError] = []
+        first: UsageError | None = None
         for columns in forms:
             try:
                 self.of(columns, output)
-            except UsageError as error:
-                errors.append(error)
-            else:
                 return
-        if errors:
-            raise errors[0]
+            except UsageError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
 
 #: All columns of the command, in its order.

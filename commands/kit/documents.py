@@ -5,6 +5,7 @@ A schema describes the document of one command; `$defs/row` in it describes a li
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -52,50 +53,41 @@ def object_of(*sources: Source) -> tuple[Document, ...]:
 
 def union(*variants: Columns) -> Columns:
     """Return the columns of all `variants` as one; a column that one of them lacks is optional."""
-    names = [{column.name for column in each.columns} for each in variants]
+    every = [column for each in variants for column in each.columns]
+    counts = Counter(column.name for column in every)
     found: dict[str, Column] = {}
-    for each in variants:
-        for column in each.columns:
-            in_all = all(column.name in known for known in names)
-            found.setdefault(column.name, column if in_all else column.replaced(optional=True))
+    for column in every:
+        in_all = counts[column.name] == len(variants)
+        found.setdefault(column.name, column if in_all else column.replaced(optional=True))
     return Columns(*found.values(), key=variants[0].key)
 
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+_ERROR_FIELDS: Final = {
+    "code": {"type": "string", "description": "The kind of error: ledgerNotFound, usage, ENOENT"},
+    "exitCode": {"type": "integer"},
+    "message": {"type": "string", "description": "What failed, on what, and why"},
+    "hint": {"type": ["string", "null"], "description": "What to do"},
+}
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
 #: An error on stderr with `-o json`.
 ERROR_SCHEMA: Final[dict[str, Any]] = {
     "$schema": _DIALECT,
     "title": "An error, as one line on stderr with -o json",
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "code": {"type": "string", "description": "The kind of error: ledgerNotFound, usage, ENOENT"},
-                "exitCode": {"type": "integer"},
-                "message": {"type": "string", "description": "What failed, on what, and why"},
-                "hint": {"type": ["string", "null"], "description": "What to do"},
-            },
-            "required": ["code", "exitCode", "message", "hint"],
-            "additionalProperties": False,
-        }
-    },
-    "required": ["error"],
-    "additionalProperties": False,
+    **_object({"error": _object(_ERROR_FIELDS, [*_ERROR_FIELDS])}, ["error"]),
 }
 
 
 def row_schema(columns: Columns) -> dict[str, Any]:
     """Return the schema of one row. A row of `--watch -o ndjson` that went has `removed`."""
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for column in columns.columns:
-        for name, shape in column.properties():
-            properties[name] = shape
-            if not column.optional:
-                required.append(name)
-    properties["removed"] = {"const": True}
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    fields = [(column, *field) for column in columns.columns for field in column.properties()]
+    properties = {name: shape for _, name, shape in fields} | {"removed": {"const": True}}
+    return _object(properties, [name for column, name, _ in fields if not column.optional])
 
 
 def forms(documents: tuple[Document, ...], output: Output, *, has_dry_run: bool) -> list[Columns]:

@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 #: Options of the program that may stand anywhere → the field of Session that they set.
 SESSION_FLAGS: Final = {
-    "-v": "verbose",
-    "--verbose": "verbose",
-    "-q": "quiet",
-    "--quiet": "quiet",
-    "--no-color": "no_color",
+    "-v": "verbose", "--verbose": "verbose", "-q": "quiet", "--quiet": "quiet", "--no-color": "no_color",
     "--debug": "debug",
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -44,6 +40,11 @@ class Session:
     audit: Audit | None = None
     #: The form of output, once it is known.
     output: Output | None = None
+
+    def note(self, **fields: str) -> None:
+        """Add fields to the audit of this run, where there is one."""
+        if self.audit is not None:
+            self.audit.note(**fields)
 
     def work_of_run(self) -> WorkFile:
         """Return the work of this run, whose id begins that of the audit log where the run changes something."""
