@@ -14,9 +14,9 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import has_server, load_server
 
+from .kit.access import LOCAL_CONTEXT
 from .kit.audit import shown_uri
 from .kit.command import Run, command, group, rows_of
-from .kit.connection import LOCAL_CONTEXT
 from .kit.contexts import Contexts
 from .kit.texts import GREEN, RED, YELLOW
 

@@ -26,8 +26,7 @@ from .kit.audit import run_result
 from .kit.columns import Output
 from .kit.options import option
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
-from .kit.session import SESSION_FLAGS, Session
-from .kit.settings import SETTINGS, global_parameters, read_options
+from .kit.settings import SESSION_FLAGS, SETTINGS, Session, global_parameters, read_options
 from .kit.terminal import ClosedOutput, continue_without_stdout, discard, flush, say
 from .kit.texts import plain
 from .kit.values import parse_switch

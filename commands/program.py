@@ -10,14 +10,13 @@ import typer
 from bkctl import __version__
 from bkctl.columns import Column, Columns, Kind
 
-from . import top
-from .api import serve
+from . import api, top
 from .kit.columns import ALL, Output
 from .kit.command import Printer, command, group, object_of
 from .kit.parser import Command, connection_help, exit_code_help
 from .kit.terminal import emit
 
-app = group(parts=(top.app, serve.console_app))
+app = group(parts=(top.app, api.console_app))
 
 
 class Shell(StrEnum):

@@ -14,9 +14,8 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError
 
-from .kit.columns import Output
+from .kit.columns import Output, object_of
 from .kit.command import Run, command, group
-from .kit.documents import object_of
 from .kit.ledger_options import OneLedger
 from .kit.next_steps import pasted
 from .kit.options import LedgerShape

@@ -1,12 +1,16 @@
-"""The user's choice of columns and rows, and columns that commands share."""
+"""Columns and rows as the user chooses them, columns that commands share, and the documents of `-o json`.
+
+A schema in `docs/schemas/` describes the document of one command; `$defs/row` in it a line of `-o ndjson`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from bkctl.columns import Column, Columns, Kind, Source
+from bkctl.columns import Column, Columns, Kind, Source, applied_column
 from bkctl.errors import UsageError
 
 from .texts import binary_text, readable_text, with_0x
@@ -102,3 +106,110 @@ class RowSelection(NamedTuple):
 
 #: All columns of the command, in its order.
 ALL: Final = RowSelection()
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+class Document(NamedTuple):
+    """A form of what a command prints: rows of these columns (`is_list`), or one object.
+
+    `source` is the columns, or a function that returns them where making them imports much. `table` has the columns
+    of a table that shows others; the document's own are then shown on request.
+    """
+
+    source: Columns | Callable[[], Columns]
+    is_list: bool
+    table: Columns | None = None
+
+    def columns(self, output: Output = Output.JSON) -> Columns:
+        """Return the columns that `output` may show."""
+        found = self.source if isinstance(self.source, Columns) else self.source()
+        if self.table is not None and output is Output.TABLE:
+            return self.table.with_hidden(found)
+        return found
+
+
+#: Origin of columns; a mapping has columns for each value of an option.
+DocumentSource = Columns | Mapping[Any, Columns] | Callable[[], Columns]
+
+
+def rows_of(*sources: DocumentSource, table: Columns | None = None) -> tuple[Document, ...]:
+    """Return the documents of a command that prints rows, of one of `sources`."""
+    return tuple(
+        Document(columns, True, table)
+        for source in sources
+        for columns in (source.values() if isinstance(source, Mapping) else [source])
+    )
+
+
+def object_of(*sources: DocumentSource) -> tuple[Document, ...]:
+    """Return the documents of a command that prints one object, of one of `sources`."""
+    return tuple(document._replace(is_list=False) for document in rows_of(*sources))
+
+
+def union(*variants: Columns) -> Columns:
+    """Return the columns of all `variants` as one; a column that one of them lacks is optional."""
+    every = [column for each in variants for column in each.columns]
+    counts = Counter(column.name for column in every)
+    found: dict[str, Column] = {}
+    for column in every:
+        in_all = counts[column.name] == len(variants)
+        found.setdefault(column.name, column if in_all else column.replaced(optional=True))
+    return Columns(*found.values(), key=variants[0].key)
+
+
+_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+_ERROR_FIELDS: Final = {
+    "code": {"type": "string", "description": "The kind of error: ledgerNotFound, usage, ENOENT"},
+    "exitCode": {"type": "integer"},
+    "message": {"type": "string", "description": "What failed, on what, and why"},
+    "hint": {"type": ["string", "null"], "description": "What to do"},
+}
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+#: An error on stderr with `-o json`.
+ERROR_SCHEMA: Final[dict[str, Any]] = {
+    "$schema": _DIALECT,
+    "title": "An error, as one line on stderr with -o json",
+    **_object({"error": _object(_ERROR_FIELDS, [*_ERROR_FIELDS])}, ["error"]),
+}
+
+
+def row_schema(columns: Columns) -> dict[str, Any]:
+    """Return the schema of one row. A row of `--watch -o ndjson` that went has `removed`."""
+    fields = [(column, *field) for column in columns.columns for field in column.properties()]
+    properties = {name: shape for _, name, shape in fields} | {"removed": {"const": True}}
+    return _object(properties, [name for column, name, _ in fields if not column.optional])
+
+
+def forms(documents: tuple[Document, ...], output: Output, *, has_dry_run: bool) -> list[Columns]:
+    """Return the columns of each form of the rows that a command may print as `output`.
+
+    Rows of a command with --dry-run have `applied`: false in a dry run, true in a run that changes something.
+    """
+    applied = (applied_column(is_applied=True),) if has_dry_run else ()
+    return [document.columns(output).and_also(*applied) for document in documents]
+
+
+def document_schema(name: str, documents: tuple[Document, ...], *, has_dry_run: bool) -> dict[str, Any]:
+    """Return the schema of what the command `name` prints with `-o json`."""
+    rows: list[dict[str, Any]] = []
+    pointers: list[dict[str, Any]] = []
+    for document, columns in zip(documents, forms(documents, Output.JSON, has_dry_run=has_dry_run), strict=True):
+        row = row_schema(columns)
+        if row not in rows:
+            rows.append(row)
+        pointer = {"$ref": f"#/$defs/row{rows.index(row) + 1}"}
+        pointers.append({"type": "array", "items": pointer} if document.is_list else pointer)
+    definitions = {f"row{number}": row for number, row in enumerate(rows, 1)}
+    return {
+        "$schema": _DIALECT,
+        "title": f"bkctl {name} -o json",
+        **(pointers[0] if len(pointers) == 1 else {"anyOf": pointers}),
+        "$defs": {"row": {"anyOf": [{"$ref": f"#/$defs/{each}"} for each in definitions]}, **definitions},
+    }

@@ -22,16 +22,14 @@ from bkctl.errors import BkctlError, FindingsError
 
 from . import interrupts
 from .access import Access, Levels
-from .columns import ALL, Output
+from .columns import ALL, Document, Output, document_schema, forms, object_of, rows_of, union
 from .consent import Consent
-from .documents import Document, document_schema, forms, object_of, rows_of, union
 from .job import LongWork
 from .next_steps import name_connection
 from .options import Composite
 from .parser import Command, Group
 from .printer import Printer
-from .session import Session
-from .settings import GlobalOptions, global_parameters, read_environment, read_options
+from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
 
 #: Names that modules of commands import from here.
 __all__ = [

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from zlib import crc32
 
+from .access import connect_to, context_names, store_security
 from .columns import Output
-from .connection import connect_to, context_names, store_security
 from .contexts import Contexts
 from .parser import Group, Option, context_of, read_parameters
 from .settings import GlobalOptions, read_environment

@@ -16,7 +16,7 @@ from bkctl.errors import BkctlError, Conflict, UsageError
 from .access import Access
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
 from .printer import Printer
-from .session import Session
+from .settings import Session
 from .texts import plain, plain_lines
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from bkctl.errors import is_interrupt
 from . import interrupts
 from .activity import Activity
 from .printer import Printer
-from .session import Session
+from .settings import Session
 from .terminal import wants_color
 from .texts import plain
 

@@ -16,8 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from bkctl.errors import EXIT_CODES
 
 from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, OldName
-from .session import SESSION_FLAGS, Session
-from .settings import GLOBAL_PANEL
+from .settings import GLOBAL_PANEL, SESSION_FLAGS, Session
 from .terminal import wants_color
 from .texts import BOLD, CYAN, RESET
 from .values import is_duration

@@ -14,9 +14,8 @@ import typer
 from bkctl.columns import Column, Columns, Constant, Kind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 
-from .columns import Output, payload_column
+from .columns import Output, payload_column, union
 from .command import Run
-from .documents import union
 from .ledger_options import SCAN_LEDGERS, ScanFilter
 from .options import (
     BinaryFormat,

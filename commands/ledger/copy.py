@@ -11,8 +11,8 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
+from ..kit.access import LoginOfTarget
 from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
-from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile, scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
 from ..kit.output import RowWriter

@@ -12,8 +12,8 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from ..kit.access import LoginOfTarget
 from ..kit.command import Access, LongWork, Printer, Run, command, group, rows_of
-from ..kit.connection import LoginOfTarget
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .export import IMPORTED_COLUMNS, NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported

@@ -16,7 +16,7 @@ from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
 from bkctl import __version__
-from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
+from bkctl.commands.kit.access import connect_to, parse_bookie_addresses
 from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_number, parse_size
 from bkctl.commands.main import error_report
