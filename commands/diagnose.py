@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -17,9 +17,6 @@ from .kit.columns import object_of
 from .kit.command import Run, command, group
 from .kit.options import duration_option, size_option
 from .why import explain_all
-
-if TYPE_CHECKING:
-    pass
 
 app = group()
 SIZE_DEFAULT: Final = "50MiB"

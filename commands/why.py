@@ -37,18 +37,21 @@ WHY_COLUMNS = Columns(
 Bookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 
 
+#: A question to the inquiry, asynchronous or not.
+Ask = Callable[["Inquiry"], "Awaitable[Explanation] | Explanation"]
 #: Explanations that a bundle holds.
 EXPLANATIONS_MAX: Final = 50
 
 
-async def _asked(run: Run, cluster: Cluster, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> Explanation:
-    from bkctl.http.why import Inquiry
+async def _asked(run: Run, cluster: Cluster, ask: Ask) -> Explanation:
+    from bkctl.http.why import Explanation, Inquiry
 
     from .cluster import find_vitals, metrics_api
 
     async with run.access.bookkeeper(cluster) as bookkeeper:
         placement = bookkeeper.pool.placement(cluster.bookies.list())
-        return await ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
+        found = ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
+        return found if isinstance(found, Explanation) else await found
 
 
 def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str
     return found
 
 
-def _explain(run: Run, words: str, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None:
+def _explain(run: Run, words: str, ask: Ask) -> None:
     if run.access.bundle is not None:
         from bkctl.http.bundle import recorded_explanation
 
@@ -123,11 +126,7 @@ def why_create(
 
     Shows the writable bookies rack by rack, and why the others are not chosen.
     """
-    _explain(run, "create", partial(_ask_create, shape, scoped))
-
-
-async def _ask_create(shape: LedgerShape, scoped: bool, inquiry: Inquiry) -> Explanation:
-    return inquiry.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped)
+    _explain(run, "create", lambda why: why.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped))
 
 
 @command(app, "space", connects=True, examples=("bkctl why space 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))

@@ -187,29 +187,34 @@ def row_schema(columns: Columns) -> dict[str, Any]:
     return _object(properties, [name for column, name, _ in fields if not column.optional])
 
 
-def forms(documents: tuple[Document, ...], output: Output, *, has_dry_run: bool) -> list[Columns]:
-    """Return the columns of each form of the rows that a command may print as `output`.
+class Declaration(NamedTuple):
+    """The facts about a command that its help, schema, audit and `--columns` share."""
 
-    Rows of a command with --dry-run have `applied`: false in a dry run, true in a run that changes something.
-    """
-    applied = (applied_column(is_applied=True),) if has_dry_run else ()
-    return [document.columns(output).and_also(*applied) for document in documents]
+    prints: tuple[Document, ...]
+    #: True if the audit log records some of its runs.
+    changes: bool
+    has_dry_run: bool
 
+    def forms(self, output: Output) -> list[Columns]:
+        """Return the columns of each form of the rows that the command may print as `output`.
 
-def document_schema(name: str, documents: tuple[Document, ...], *, has_dry_run: bool) -> dict[str, Any]:
-    """Return the schema of what the command `name` prints with `-o json`."""
-    rows: list[dict[str, Any]] = []
-    pointers: list[dict[str, Any]] = []
-    for document, columns in zip(documents, forms(documents, Output.JSON, has_dry_run=has_dry_run), strict=True):
-        row = row_schema(columns)
-        if row not in rows:
-            rows.append(row)
-        pointer = {"$ref": f"#/$defs/row{rows.index(row) + 1}"}
-        pointers.append({"type": "array", "items": pointer} if document.is_list else pointer)
-    definitions = {f"row{number}": row for number, row in enumerate(rows, 1)}
-    return {
-        "$schema": _DIALECT,
-        "title": f"bkctl {name} -o json",
-        **(pointers[0] if len(pointers) == 1 else {"anyOf": pointers}),
-        "$defs": {"row": {"anyOf": [{"$ref": f"#/$defs/{each}"} for each in definitions]}, **definitions},
-    }
+        Rows of a command with --dry-run have `applied`: false in a dry run, true in a run that changes something.
+        """
+        applied = (applied_column(is_applied=True),) if self.has_dry_run else ()
+        return [document.columns(output).and_also(*applied) for document in self.prints]
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Return the schema of what the command `name` prints with `-o json`."""
+        shapes = [row_schema(columns) for columns in self.forms(Output.JSON)]
+        rows = [row for at, row in enumerate(shapes) if row not in shapes[:at]]
+        pointers: list[dict[str, Any]] = []
+        for document, row in zip(self.prints, shapes, strict=True):
+            pointer = {"$ref": f"#/$defs/row{rows.index(row) + 1}"}
+            pointers.append({"type": "array", "items": pointer} if document.is_list else pointer)
+        definitions = {f"row{number}": row for number, row in enumerate(rows, 1)}
+        return {
+            "$schema": _DIALECT,
+            "title": f"bkctl {name} -o json",
+            **(pointers[0] if len(pointers) == 1 else {"anyOf": pointers}),
+            "$defs": {"row": {"anyOf": [{"$ref": f"#/$defs/{each}"} for each in definitions]}, **definitions},
+        }

@@ -99,15 +99,9 @@ class Printer:
         if live and self.selection.order is not None:
             raise UsageError("--sort does not apply to rows that are printed as they come")
         return open_writer(
-            self._with_applied(columns),
-            self.output,
-            self.selection,
-            color=self.color,
-            live=live,
-            before_write=self.clear_activity,
-            findings=findings,
-            note=self.note,
-        )
+            self._with_applied(columns), self.output, self.selection, color=self.color, live=live,
+            before_write=self.clear_activity, findings=findings, note=self.note,
+        )  # fmt: skip
 
     def _with_applied(self, columns: Columns) -> Columns:
         """Return the columns, with `applied` where the command has --dry-run and does more than to read."""

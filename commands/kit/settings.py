@@ -19,7 +19,7 @@ from bkctl.errors import UsageError
 
 from .columns import Output, RowOrder
 from .options import parameter
-from .values import parse_duration, parse_switch
+from .values import checked, parse_duration, parse_switch
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -99,13 +99,6 @@ class Setting(NamedTuple):
         return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
 
 
-def _timeout(text: str, name: str) -> float:
-    seconds = parse_duration(text, name)
-    if not seconds:
-        raise UsageError(f"{name} {text}: must be more than 0")
-    return seconds
-
-
 def _names(text: str, flag: str) -> tuple[str, ...]:
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
     if not names:
@@ -125,7 +118,9 @@ _TYPES: Final = {
     "Path | None": ValueType(Path, lambda text, _: Path(text), lambda path: str(path.absolute()), metavar="FILE"),
     "bool": ValueType(bool, parse_switch, lambda value: "1" if value else "0", absent=False),
     "tuple[str, ...]": ValueType(list[str], lambda text, _: tuple(text.replace(",", " ").split()), " ".join, absent=()),
-    "float | None": ValueType(parse=_timeout, metavar="DURATION"),
+    "float | None": ValueType(
+        parse=checked(parse_duration, lambda seconds: seconds > 0, "must be more than 0"), metavar="DURATION"
+    ),
     "Output | None": ValueType(Output, _output),
     "tuple[str, ...] | None": ValueType(parse=_names),
     "RowOrder | None": ValueType(parse=lambda text, _: RowOrder.parse(text)),
