@@ -7,7 +7,9 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -37,6 +39,12 @@ class AuditedRun(NamedTuple):
         """`done`, `findings`, `failed`, `interrupted`, or `unfinished`: it runs, or was killed."""
         return run_result(self.fields.get("exitCode"))
 
+    def is_after(self, earliest: float | None) -> bool:
+        """Return True for a run that began later; False where its time cannot be read."""
+        with suppress(ValueError):
+            return earliest is None or datetime.fromisoformat(str(self.began)).timestamp() >= earliest
+        return False
+
 
 def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
     return Column(title, name, lambda row: row.fields.get(name), kind, **settings)
@@ -48,13 +56,16 @@ def _command(row: AuditedRun) -> str:
 
 
 _STYLE = {"done": GREEN, "failed": RED, "findings": YELLOW, "unfinished": YELLOW, "interrupted": YELLOW}
-_HEAD = (
+AUDIT_TABLE_COLUMNS = Columns(
     _field("ID", "id"),
     Column("TIME", "time", "began"),
     _field("USER", "user"),
     Column("RESULT", "result", "result", style=_STYLE),
+    Column("COMMAND", "command", _command, flexible=True, wraps=True),
+    key="id",
+    none="The audit log has no such command",
 )
-_REST = (
+AUDIT_COLUMNS = AUDIT_TABLE_COLUMNS.and_also(
     _field("EXIT CODE", "exitCode", Kind.INTEGER),
     _field("DURATION", "seconds", Kind.NESTED, text=duration_text),
     _field("CLUSTER", "metadataUri"),
@@ -66,9 +77,6 @@ _REST = (
     _field("HOST", "host"),
     _field("PID", "pid", Kind.INTEGER),
 )
-_COMMAND = Column("COMMAND", "command", _command, flexible=True, wraps=True)
-AUDIT_COLUMNS = Columns(*_HEAD, _COMMAND, *_REST, key="id", none="The audit log has no such command")
-AUDIT_TABLE_COLUMNS = Columns(*_HEAD, _COMMAND, key="id", none="The audit log has no such command")
 
 
 def _runs() -> list[AuditedRun]:
@@ -77,25 +85,20 @@ def _runs() -> list[AuditedRun]:
     if path is None:
         raise NotFound("The audit log is switched off by BKCTL_AUDIT_LOG", hint="unset it, or let it name a file")
     runs: dict[str, AuditedRun] = {}
-    for file in (Path(f"{path}.1"), path):
-        if file.exists():
-            for fields in _lines(file):
-                before = runs.get(fields["id"])
-                began = fields.get("time") if before is None else before.began
-                runs[fields["id"]] = AuditedRun(began, fields)
+    for fields in chain.from_iterable(map(_lines, (Path(f"{path}.1"), path))):
+        before = runs.get(fields["id"])
+        runs[fields["id"]] = AuditedRun(fields.get("time") if before is None else before.began, fields)
     return list(runs.values())
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a log; lines that are not records of runs are left out."""
-    with open(file, "rb") as stream:
+    """Yield the objects of a log, if it is there; lines that are not records of runs are left out."""
+    with suppress(FileNotFoundError), open(file, "rb") as stream:
         while line := stream.readline(LINE_SIZE_BYTES_MAX):
-            try:
+            with suppress(ValueError, RecursionError):
                 fields = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(fields, dict) and isinstance(fields.get("id"), str):
-                yield fields
+                if isinstance(fields, dict) and isinstance(fields.get("id"), str):
+                    yield fields
 
 
 @command(
@@ -112,22 +115,13 @@ def list_runs(
     Reads the audit log of this user on this machine, or the file that BKCTL_AUDIT_LOG names.
     """
     earliest = None if since is None else time.time() - since
-    found = [each for each in _runs() if (not failed or each.result != "done") and _is_after(each, earliest)]
+    found = [each for each in _runs() if (not failed or each.result != "done") and each.is_after(earliest)]
     wanted = limit or 50
     out.render(found[-wanted:], out.table_columns(AUDIT_TABLE_COLUMNS, AUDIT_COLUMNS))
     if not found:
         out.note("No command has changed anything yet" if since is None and not failed else "No such runs")
     elif len(found) > wanted:
         out.note(f"{wanted:,} of {len(found):,} runs; --limit lists more")
-
-
-def _is_after(each: AuditedRun, earliest: float | None) -> bool:
-    if earliest is None:
-        return True
-    try:
-        return datetime.fromisoformat(str(each.began)).timestamp() >= earliest
-    except ValueError:
-        return False
 
 
 @command(app, "show", examples=("bkctl audit show last",), prints=object_of(AUDIT_COLUMNS))

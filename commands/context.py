@@ -12,8 +12,8 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
+from .kit.access import context_connection, context_names
 from .kit.command import Access, Consent, Printer, command, group, object_of, rows_of
-from .kit.connection import context_connection, context_names
 from .kit.contexts import Contexts
 from .kit.options import OldName
 from .kit.settings import CONTEXT_SETTINGS, GlobalOptions, Setting

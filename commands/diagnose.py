@@ -13,8 +13,8 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists
 
 from .cluster import Look, find_all, metrics_api, metrics_wait_s
+from .kit.columns import object_of
 from .kit.command import Run, command, group
-from .kit.documents import object_of
 from .kit.options import duration_option, size_option
 from .top import load_watch
 from .why import explain_all

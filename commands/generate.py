@@ -17,9 +17,9 @@ from bkctl.errors import EXIT_CODES
 
 from . import translations
 from .kit import next_steps
+from .kit.columns import ERROR_SCHEMA
 from .kit.command import Declaration, declaration_of
 from .kit.completion import SCRIPT_NAMES, SCRIPTS
-from .kit.documents import ERROR_SCHEMA
 from .kit.parser import Group, Option, context_of, read_parameters
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import root

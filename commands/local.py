@@ -14,9 +14,9 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import has_server, load_server
 
+from .kit.access import LOCAL_CONTEXT
 from .kit.audit import shown_uri
 from .kit.command import Run, command, group, rows_of
-from .kit.connection import LOCAL_CONTEXT
 from .kit.contexts import Contexts
 from .kit.texts import GREEN, RED, YELLOW
 
@@ -102,14 +102,9 @@ def up(
         )  # fmt: skip
     rows = cluster.status(run.access.timeout_s)
     run.out.render(rows, LOCAL_COLUMNS)
-    run.out.note(
-        *(
-            f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it "
-            "join again, empty"
-            for row in rows
-            if row.state == "left"
-        )
-    )
+    left = (row.bookie for row in rows if row.state == "left")
+    advice = "{0.bookie_id} left the cluster and was not started: remove {0.directory} to let it join again, empty"
+    run.out.note(*map(advice.format, left))
     if wants_http and any(row.bookie.http_url is None for row in rows if row.state != "left"):
         run.out.note(
             "'bkctl top', 'bookie info' and 'bookies drain' need bookies with an HTTP server: install bkctl[http], and "
@@ -129,17 +124,12 @@ def _note_target(run: Run, cluster: LocalCluster) -> None:
         return
     if target.uri == cluster.metadata_uri:
         run.out.note(f"{where}; commands without --metadata-uri use it until 'bkctl local down'")
-    elif target.source in os.environ:
-        run.out.note(
-            f"{where}. Commands do not use it, since {target.source} names {shown_uri(target.uri)}: "
-            f"add {switch}, or unset {target.source}"
-        )
-    else:
-        use = f", or run 'bkctl context use {LOCAL_CONTEXT}'" if switch == "-x local" else ""
-        run.out.note(
-            f"{where}. Commands do not use it, since the current context is {target.context} "
-            f"({shown_uri(target.uri)}): add {switch}{use}"
-        )
+        return
+    reason, way = f"{target.source} names {shown_uri(target.uri)}", f", or unset {target.source}"
+    if target.source not in os.environ:
+        reason = f"the current context is {target.context} ({shown_uri(target.uri)})"
+        way = f", or run 'bkctl context use {LOCAL_CONTEXT}'" if switch == "-x local" else ""
+    run.out.note(f"{where}. Commands do not use it, since {reason}: add {switch}{way}")
 
 
 @command(app, "down", changes=True, examples=("bkctl local down",), prints=rows_of(LOCAL_COLUMNS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
 import sys
@@ -11,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import TextIOWrapper
@@ -26,8 +26,7 @@ from .kit.audit import run_result
 from .kit.columns import Output
 from .kit.options import option
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
-from .kit.session import SESSION_FLAGS, Session
-from .kit.settings import SETTINGS, global_parameters, read_options
+from .kit.settings import SESSION_FLAGS, SETTINGS, Session, global_parameters, read_options
 from .kit.terminal import ClosedOutput, continue_without_stdout, discard, flush, say
 from .kit.texts import plain
 from .kit.values import parse_switch
@@ -169,23 +168,17 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-def _flag(name: str, *declarations: str, **settings: Any) -> Parameter:
-    return option(name, bool, *declarations, default=False, **settings)
-
-
-def _root(**values: Any) -> None:
-    context: typer.Context = values["context"]
+def _root(context: typer.Context, **values: Any) -> None:
     session: Session = context.obj
     session.globals = read_options(values)
-    for name in ("verbose", "quiet", "no_color", "debug"):
-        setattr(session, name, getattr(session, name) or values[name] or _is_set(name))
+    for name in dict.fromkeys(SESSION_FLAGS.values()):
+        variable = f"BKCTL_{name.upper()}"
+        text = os.environ.get(variable)
+        setattr(session, name, getattr(session, name) or values[name] or bool(text and parse_switch(text, variable)))
 
 
-def _is_set(name: str) -> bool:
-    """Return True if the environment sets a flag of the program: BKCTL_QUIET=1."""
-    variable = f"BKCTL_{name.upper()}"
-    text = os.environ.get(variable)
-    return text is not None and text != "" and parse_switch(text, variable)
+def _flag(name: str, *flags: str, **settings: Any) -> Parameter:
+    return option(name, bool, *flags, default=False, **settings)
 
 
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -208,7 +201,7 @@ app.callback(
 )(_root)
 
 
-@functools.cache
+@cache
 def root() -> RootGroup:
     """Return the root command, made once: it keeps nothing of the lines that it runs."""
     group = typer.main.get_group(app)
@@ -250,17 +243,11 @@ def error_report(error: BaseException) -> ErrorReport:
     if isinstance(error, OSError):
         text = error.strerror or str(error)
         where = ": ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        code = errno.errorcode.get(error.errno or 0, "os")
-        return ErrorReport(code, os_error_exit_code(error), f"{where}: {text}" if where else text)
+        name = errno.errorcode.get(error.errno or 0, "os")
+        code = 6 if isinstance(error, TimeoutError) else OS_ERROR_EXIT_CODES.get(error.errno or 0, 1)
+        return ErrorReport(name, code, f"{where}: {text}" if where else text)
     message = f"Internal error: {type(error).__name__}: {error}"
     return ErrorReport("internal", 1, message, "run it again with --debug and report what it prints")
-
-
-def os_error_exit_code(error: OSError) -> int:
-    """Return the exit code for an error of the operating system."""
-    if isinstance(error, TimeoutError):
-        return 6
-    return OS_ERROR_EXIT_CODES.get(error.errno or 0, 1)
 
 
 def _parser_error(error: Any) -> tuple[str, str]:
@@ -271,20 +258,15 @@ def _parser_error(error: Any) -> tuple[str, str]:
     unknown = re.match(r"No such command '([^']+)'", message)
     if unknown and (other := _other_command(path.split()[1:], unknown[1], context)):
         return f"No such command '{unknown[1]}'", other
-    option = getattr(error, "option_name", "")
     choice = re.match(r"(.*: '([^']+)' is not one of )(.+)", message)
     if choice:
         known = choice[3].split(", ")
         if near := get_close_matches(choice[2], known, 1):
             return choice[1] + (choice[3] if len(known) < 10 else f"{len(known)} values"), f"did you mean '{near[0]}'?"
     message, _, guess = message.partition(". Did you mean ")
-    if guess:
-        hint = f"did you mean {guess}"
-    elif type(error).__name__ == "NoSuchOption" and option[1:2].isdigit():
-        hint = "put a negative id after -- or in --ledger-id"
-    else:
-        hint = f"try '{path} --help'"
-    return message.strip().rstrip("."), hint
+    is_negative = type(error).__name__ == "NoSuchOption" and error.option_name[1:2].isdigit()
+    other = "put a negative id after -- or in --ledger-id" if is_negative else f"try '{path} --help'"
+    return message.strip().rstrip("."), f"did you mean {guess}" if guess else other
 
 
 def _other_command(path: list[str], name: str, context: Any) -> str | None:
@@ -373,7 +355,10 @@ def _end_run(session: Session, code: int, error: BaseException | None) -> None:
 
 def _report(error: BaseException, session: Session) -> None:
     report = error_report(error)
-    _drop_output()
+    try:
+        sys.stdout.flush()
+    except OSError:  # Of stdout itself.
+        discard(sys.stdout)
     if session.debug or "--debug" in session.words:
         traceback.print_exception(error)
     as_json = (session.output or _given_output(session.words)) is Output.JSON
@@ -389,14 +374,6 @@ def _given_output(words: list[str]) -> Output | None:
         elif word.startswith(("-o", "--output=")):
             text = word.partition("=")[2] if word.startswith("--") else word[2:]
     return Output(text) if text in set(Output) else None
-
-
-def _drop_output() -> None:
-    """Flush stdout before the error is printed; if stdout itself failed, redirect it to /dev/null."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        discard(sys.stdout)
 
 
 def _unexpected(kind: type[BaseException], error: BaseException, trace: Any) -> None:

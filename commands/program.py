@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 
 from bkctl import __version__
-from bkctl.columns import Column, Columns, Kind
+from bkctl.columns import Column, Columns, Constant, Kind
 
-from . import top
-from .api import serve
+from . import api, top
 from .kit.columns import ALL, Output
 from .kit.command import Printer, command, group, object_of
 from .kit.parser import Command, connection_help, exit_code_help
 from .kit.terminal import emit
 
-app = group(parts=(top.app, serve.console_app))
+app = group(parts=(top.app, api.console_app))
 
 
 class Shell(StrEnum):
@@ -53,36 +53,21 @@ def show_help(
     program.main([*(words or ()), "--help"], prog_name="bkctl", standalone_mode=False, obj=top.obj)
 
 
-class Build(NamedTuple):
-    """The version, the modules in C that are used, and those whose loops run in Python."""
-
-    version: str
-    compiled: list[str]
-    uncompiled: list[str]
+def _modules(*, compiled: bool) -> Callable[[Mapping[str, Any]], list[str]]:
+    return lambda used: [name for name, module in used.items() if (module is not None) is compiled]
 
 
 def _names(modules: list[str]) -> str:
     return ", ".join(modules) or "-"
 
 
+#: Columns of the modules whose loops are in C or in Python: name → the module in C.
 VERSION_COLUMNS = Columns(
-    Column("VERSION", "version", "version"),
-    Column("COMPILED", "compiledModules", "compiled", Kind.NESTED, text=_names),
-    Column("NOT COMPILED", "uncompiledModules", "uncompiled", Kind.NESTED, text=_names),
+    Column("VERSION", "version", Constant(__version__)),
+    Column("COMPILED", "compiledModules", _modules(compiled=True), Kind.NESTED, text=_names),
+    Column("NOT COMPILED", "uncompiledModules", _modules(compiled=False), Kind.NESTED, text=_names),
     key="version",
 )
-
-
-def _build() -> Build:
-    from bkctl.files import scan
-    from bkctl.protocol import runs
-
-    used = {"bkctl.protocol._runs": vars(runs)["compiled"], "bkctl.files._scan": vars(scan)["compiled"]}
-    return Build(
-        __version__,
-        [name for name, module in used.items() if module is not None],
-        [name for name, module in used.items() if module is None],
-    )
 
 
 @command(app, "version", examples=("bkctl version",), prints=object_of(VERSION_COLUMNS))
@@ -92,13 +77,16 @@ def show_version(out: Printer) -> None:
     Without a C compiler and Python's headers at its installation, bkctl does the same in Python: slower, with the same
     results.
     """
-    build = _build()
+    from bkctl.files import scan
+    from bkctl.protocol import runs
+
+    used = {"bkctl.protocol._runs": vars(runs)["compiled"], "bkctl.files._scan": vars(scan)["compiled"]}
+    slow = _modules(compiled=False)(used)
     if out.output is Output.TABLE and out.selection == ALL:
-        count = len(build.compiled) + len(build.uncompiled)
-        slow = f"; in Python: {', '.join(build.uncompiled)}" if build.uncompiled else ""
-        out.text(f"bkctl {__version__}\ninner loops in C: {len(build.compiled)} of {count}{slow}\n")
+        rest = f"; in Python: {', '.join(slow)}" if slow else ""
+        out.text(f"bkctl {__version__}\ninner loops in C: {len(used) - len(slow)} of {len(used)}{rest}\n")
     else:
-        out.show(build, VERSION_COLUMNS)
+        out.show(used, VERSION_COLUMNS)
 
 
 @command(app, "completion", examples=("source <(bkctl completion bash)", "bkctl completion fish | source"))

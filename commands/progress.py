@@ -22,8 +22,6 @@ app = group(default="show", takes_words=True)
 
 #: The longest wait for the work to follow a request; the work looks every second.
 _ANSWER_S: Final = 5.0
-
-
 #: The state of one run of a command that works for long.
 Work = dict[str, Any]
 
@@ -32,19 +30,14 @@ def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any
     return Column(title, name, lambda row: row.get(name), kind, **settings)
 
 
-def _in_units(name: str) -> Callable[[Work], str | None]:
-    def text(row: Work) -> str | None:
-        number, unit = row.get(name), row.get("unit")
-        if number is None:
-            return None
-        return size_text(int(number)) if unit == "bytes" else f"{number:,.0f}"
-
-    return text
+def _in_units(row: Work, name: str, form: str = "{}") -> str | None:
+    number, is_size = row.get(name), row.get("unit") == "bytes"
+    return None if number is None else form.format(size_text(int(number)) if is_size else f"{number:,.0f}")
 
 
 def _done(row: Work) -> str | None:
-    number, unit = _in_units("done")(row), row.get("unit")
-    return number if number is None or unit in (None, "", "bytes") else f"{number} {unit}"
+    unit = row.get("unit")
+    return _in_units(row, "done", "{}" if unit in (None, "", "bytes") else f"{{}} {unit}")
 
 
 def _limit(row: Work) -> str | None:
@@ -71,8 +64,8 @@ WORK_TABLE_COLUMNS = Columns(
     _PERCENT,
     _ETA,
     Column("DONE", "done", _done, spare=1),
-    Column("TOTAL", "total", _in_units("total"), spare=3),
-    Column("RATE", "rate", lambda row: (text := _in_units("rate")(row)) and f"{text}/s", spare=2),
+    Column("TOTAL", "total", lambda row: _in_units(row, "total"), spare=3),
+    Column("RATE", "rate", lambda row: _in_units(row, "rate", "{}/s"), spare=2),
     _SINCE.replaced(spare=4),
     _COMMAND,
     key="id",
@@ -163,23 +156,25 @@ def _show_followed(run: Run, row: Work, is_followed: Callable[[Mapping[str, Any]
         run.out.note(f"Work {row['id']} has not followed yet: it will at its next step")
 
 
+def _pause(run: Run, work_id: str, *, pause: bool) -> None:
+    row = _steerable(work_id)
+    ask_to_pause(progress_directory(os.environ), row["id"], pause=pause)
+    _show_followed(run, row, lambda fields: fields["state"] != ("running" if pause else "paused"))
+
+
 @command(app, "pause", examples=("bkctl progress pause 3f2a9c",), prints=object_of(WORK_COLUMNS))
 def pause(run: Run, work_id: WorkId) -> None:
     """Pause work at its next step.
 
     A paused command keeps its place and holds no locks of ledgers; 'bkctl progress resume' continues it.
     """
-    row = _steerable(work_id)
-    ask_to_pause(progress_directory(os.environ), row["id"], pause=True)
-    _show_followed(run, row, lambda fields: fields["state"] != "running")
+    _pause(run, work_id, pause=True)
 
 
 @command(app, "resume", examples=("bkctl progress resume 3f2a9c",), prints=object_of(WORK_COLUMNS))
 def resume(run: Run, work_id: WorkId) -> None:
     """Continue paused work."""
-    row = _steerable(work_id)
-    ask_to_pause(progress_directory(os.environ), row["id"], pause=False)
-    _show_followed(run, row, lambda fields: fields["state"] != "paused")
+    _pause(run, work_id, pause=False)
 
 
 @command(
@@ -202,9 +197,7 @@ def rate(
     """
     row = _steerable(work_id)
     pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=bool(row.get("hasBytes")))
-    wanted = (None, None) if pace is None else (pace.bytes_per_s, pace.steps_per_s)
-    size, steps = wanted
+    size, steps = (None, None) if pace is None else (pace.bytes_per_s, pace.steps_per_s)
     ask_for_rate(progress_directory(os.environ), row["id"], bytes_per_s=size, steps_per_s=steps)
-    _show_followed(
-        run, row, lambda fields: (fields.get("bytesPerSecondMax"), fields.get("stepsPerSecondMax")) == wanted
-    )
+    names = ("bytesPerSecondMax", "stepsPerSecondMax")
+    _show_followed(run, row, lambda fields: (*map(fields.get, names),) == (size, steps))

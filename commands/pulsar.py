@@ -17,8 +17,8 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound
 from bkctl.ids import LedgerId
 
+from .kit.columns import object_of, rows_of
 from .kit.command import Run, command, group
-from .kit.documents import object_of, rows_of
 from .kit.options import DryRun, UndoOption, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .kit.values import tap

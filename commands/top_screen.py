@@ -125,17 +125,12 @@ class Screen:
     """The pages of `top`, and their state: the selected bookie, the order, the filter, the history of each bookie."""
 
     def __init__(self, bars: str = _BARS) -> None:
-        self._bars = bars
+        self._bars, self._taken_ms, self._order, self._filter = bars, 0, 0, ""
         self._load: ClusterLoad | None = None
         self._problem: str | None = None
-        self._taken_ms = 0
-        self._history: dict[str, dict[str, deque[float]]] = {}
         self._selected: str | None = None
-        self._is_open = False
-        self._order = 0
-        self._reverse = False
-        self._filter = ""
-        self._is_typing = False
+        self._history: dict[str, dict[str, deque[float]]] = {}
+        self._is_open = self._reverse = self._is_typing = False
 
     # --- numbers ------------------------------------------------------------------------------------------------
 
@@ -145,12 +140,12 @@ class Screen:
         if load is None or load is self._load:
             return
         self._load, self._taken_ms = load, time.time_ns() // 1_000_000
-        known = {each.bookie.bookie_id for each in load.bookies}
-        self._history = {name: lines for name, lines in self._history.items() if name in known}
+        before, self._history = self._history, {}
         for each in load.bookies:
-            lines = self._history.setdefault(
-                each.bookie.bookie_id, {name: deque(maxlen=HISTORY_LENGTH) for name in ("adds", "reads", "all")}
-            )
+            lines = before.get(each.bookie.bookie_id) or {
+                name: deque(maxlen=HISTORY_LENGTH) for name in ("adds", "reads", "all")
+            }
+            self._history[each.bookie.bookie_id] = lines
             adds, reads = each.per_second.adds, each.per_second.reads
             if adds is not None or reads is not None:
                 lines["adds"].append(adds or 0)
@@ -162,12 +157,11 @@ class Screen:
         loads = self._load.bookies if self._load is not None else ()
         words = self._filter.lower()
         shown = [each for each in loads if words in each.bookie.bookie_id.lower() or words == each.bookie.state]
-        value = _FIELDS[self._order].value
-        known = [each for each in shown if value(each) is not None]
+        field = _FIELDS[self._order]
+        known = [each for each in shown if field.value(each) is not None]
         # Numbers are most useful with the largest first, names in their own order.
-        descending = (_FIELDS[self._order].title not in _TEXT_FIELDS) != self._reverse
-        known.sort(key=value, reverse=descending)
-        return known + [each for each in shown if value(each) is None]
+        known.sort(key=field.value, reverse=(field.title not in _TEXT_FIELDS) != self._reverse)
+        return known + [each for each in shown if field.value(each) is None]
 
     def _chosen(self, rows: Sequence[BookieLoad]) -> int:
         """Return the index of the selected bookie; the first where it is not shown."""
@@ -200,14 +194,9 @@ class Screen:
         return True
 
     def _type(self, key: str) -> None:
-        if key in ("enter", "escape"):
-            self._is_typing = False
-            if key == "escape":
-                self._filter = ""
-        elif key == "backspace":
-            self._filter = self._filter[:-1]
-        elif len(key) == 1:
-            self._filter += key
+        self._is_typing = key not in ("enter", "escape")
+        texts = {"escape": "", "enter": self._filter, "backspace": self._filter[:-1]}
+        self._filter = texts.get(key, self._filter + key if len(key) == 1 else self._filter)
 
     def _move(self, key: str) -> None:
         rows = self._rows()
@@ -235,10 +224,9 @@ class Screen:
             footer = f"/{self._filter}_  (Enter keeps the filter, Esc drops it)"
         elif self._filter:
             footer = f"filter '{self._filter}' (Esc drops it)  {footer}"
-        head = [
-            _line(self._title()),
-            _line(Text(plain(self._problem), style="red") if self._problem else self._sums(rows)),
-        ]
+        moment = f"{iso_time(self._taken_ms)[11:19]}Z" if self._taken_ms else ""
+        sums = Text(plain(self._problem), style="red") if self._problem else self._sums(rows)
+        head = [_line(Text.assemble(("bkctl top", "bold"), f"  {moment}")), _line(sums)]
         lines = [*console.render_lines(Group(*head, Text(""), *body), options.update(height=None), pad=False)]
         lines = lines[: max(height - 1, 1)]
         lines += [[]] * (height - 1 - len(lines))
@@ -247,19 +235,14 @@ class Screen:
             yield Segment.line()
         yield _line(Text(footer, style="reverse"))
 
-    def _title(self) -> Text:
-        moment = f"{iso_time(self._taken_ms)[11:19]}Z" if self._taken_ms else ""
-        return Text.assemble(("bkctl top", "bold"), f"  {moment}")
-
     def _sums(self, rows: Sequence[BookieLoad]) -> Text:
         if self._load is None:
             return Text("")
         every = self._load.bookies
-        states = [(state, sum(each.bookie.state == state for each in every)) for state in _STATE_STYLES]
         text = Text(f"{counted(len(every), 'bookie', 'bookies')}:")
-        for state, count in states:
-            if count:
-                text.append(f" {count} {state}", _STATE_STYLES[state])
+        for state, style in _STATE_STYLES.items():
+            if count := sum(each.bookie.state == state for each in every):
+                text.append(f" {count} {state}", style)
         for name in ("adds", "reads"):
             known = [value for each in every if (value := getattr(each.per_second, name)) is not None]
             text.append(f"  {name} {_number_text(sum(known)) if known else '-'}/s")
@@ -341,20 +324,15 @@ class Screen:
         yield table
         yield Text("")
         facts = Table.grid(padding=(0, 2))
-        disk = reading.disk
-        facts.add_row(
-            "journal", f"{_bytes_text(rates.journal_bytes)}, {_or_dash(reading.journal_waiting, str)} waiting"
-        )
+        disk, journal = reading.disk, f"{_bytes_text(rates.journal_bytes)}, {_or_dash(reading.journal_waiting, str)}"
+        major, minor = (_or_dash(each, str) for each in (reading.major_compactions, reading.minor_compactions))
+        reclaimed, count = _or_dash(reading.reclaimed_bytes, size_text), _or_dash(reading.ledger_count, str)
+        facts.add_row("journal", f"{journal} waiting")
         if disk is not None:
             facts.add_row("disk", f"{size_text(disk.used)} of {size_text(disk.total)} used ({disk.used_percent:.1f}%)")
-        compactions = (
-            f"{_or_dash(reading.major_compactions, str)} major, {_or_dash(reading.minor_compactions, str)} minor"
-        )
-        reclaimed = _or_dash(reading.reclaimed_bytes, size_text)
-        facts.add_row("collection", f"{reading.collection or '-'}; compactions: {compactions}; reclaimed: {reclaimed}")
-        facts.add_row(
-            "ledgers", f"{_or_dash(reading.ledger_count, str)}; under-replicated: {load.underreplicated_count}"
-        )
+        work = f"{reading.collection or '-'}; compactions: {major} major, {minor} minor; reclaimed: {reclaimed}"
+        facts.add_row("collection", work)
+        facts.add_row("ledgers", f"{count}; under-replicated: {load.underreplicated_count}")
         facts.add_row("version", Text(plain(bookie.version or "-")))
         yield facts
 

@@ -14,9 +14,8 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError
 
-from .kit.columns import Output
+from .kit.columns import Output, object_of
 from .kit.command import Run, command, group
-from .kit.documents import object_of
 from .kit.ledger_options import OneLedger
 from .kit.next_steps import pasted
 from .kit.options import LedgerShape
@@ -38,22 +37,23 @@ WHY_COLUMNS = Columns(
 Bookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 
 
+#: A question to the inquiry, asynchronous or not.
+Ask = Callable[["Inquiry"], "Awaitable[Explanation] | Explanation"]
 #: Explanations that a bundle holds.
 EXPLANATIONS_MAX: Final = 50
 
 
-async def _asked(
-    run: Run, cluster: Cluster, ask: Callable[[Inquiry], Awaitable[Explanation]], *, asks_bookies: bool = True
-) -> Explanation:
+async def _asked(run: Run, cluster: Cluster, ask: Ask, *, asks_bookies: bool = True) -> Explanation:
     from bkctl.client.ledger import BookKeeper
-    from bkctl.http.why import Inquiry
+    from bkctl.http.why import Explanation, Inquiry
 
     from .cluster import find_vitals, metrics_api
 
     client = run.access.bookkeeper(cluster) if asks_bookies else BookKeeper(cluster, config=run.access.client_config())
     async with client as bookkeeper:
         placement = bookkeeper.pool.placement(cluster.bookies.list())
-        return await ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
+        found = ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
+        return found if isinstance(found, Explanation) else await found
 
 
 def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str, Explanation]:
@@ -75,9 +75,7 @@ def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str
     return found
 
 
-def _explain(
-    run: Run, words: str, ask: Callable[[Inquiry], Awaitable[Explanation]], *, asks_bookies: bool = True
-) -> None:
+def _explain(run: Run, words: str, ask: Ask, *, asks_bookies: bool = True) -> None:
     with run.access.cluster() as cluster:
         if run.access.recorded is not None and asks_bookies:
             why = run.access.recorded.explanation(f"bkctl why {words}")
@@ -125,11 +123,10 @@ def why_create(
 
     Shows the writable bookies rack by rack, and why the others are not chosen.
     """
-    _explain(run, "create", partial(_ask_create, shape, scoped), asks_bookies=False)
-
-
-async def _ask_create(shape: LedgerShape, scoped: bool, inquiry: Inquiry) -> Explanation:
-    return inquiry.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped)
+    _explain(
+        run, "create", lambda why: why.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped),
+        asks_bookies=False,
+    )  # fmt: skip
 
 
 @command(app, "space", connects=True, examples=("bkctl why space 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))

@@ -92,9 +92,7 @@ class Activity:
 
     def update(self, done: int, total: int | None = None) -> None:
         """Set the finished amount and, if known, the total."""
-        self.done = done
-        if total is not None:
-            self.total = total
+        self.done, self.total = done, self.total if total is None else total
 
     def note_found(self, count: int) -> None:
         """Say beside the amount how many were found."""
@@ -119,11 +117,9 @@ class Activity:
     def amount(self) -> str:
         """Return how much is done, and of how much if that is known: `3 of 40 ledgers`; "" before the first unit."""
         unit = f" {self.unit}" if self.unit else ""
+        done, total = f"{self.done:,}", f"{self.total or 0:,}"
         if self.unit == "bytes":
-            done, total = size_text(self.done), size_text(self.total or 0)
-            unit = ""
-        else:
-            done, total = f"{self.done:,}", f"{self.total or 0:,}"
+            done, total, unit = size_text(self.done), size_text(self.total or 0), ""
         if self.total:
             return f"{done} of {total}{unit}"
         if self.done == 1:
@@ -215,10 +211,8 @@ class Activity:
         from .drawing import progress_line
 
         work_id = self._file.id if self._file is not None and self._file.is_published else None
-        line = progress_line(
-            self.FRAMES[frame % len(self.FRAMES)], work_id, self.label, self.share, self.text(now - self._began),
-            color=self._color,
-        )  # fmt: skip
+        spinner, parts = self.FRAMES[frame % len(self.FRAMES)], self.text(now - self._began)
+        line = progress_line(spinner, work_id, self.label, self.share, parts, color=self._color)
         with self._lock:
             if time.monotonic() - self._printed >= self.DELAY_S:
                 draw(f"\r\x1b[K{line}", self._stream)

@@ -35,8 +35,7 @@ _SECRET_JSON: Final = re.compile(
 
 def state_directory(environment: Mapping[str, str]) -> Path:
     """Return the user's state directory for bkctl: `$XDG_STATE_HOME/bkctl`, else `~/.local/state/bkctl`."""
-    base = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(base) / "bkctl"
+    return Path(environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "bkctl")
 
 
 def audit_file(environment: Mapping[str, str]) -> Path | None:
@@ -82,9 +81,11 @@ class Audit:
             "user": user_name(),
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "directory": _directory(),
+            "directory": None,
             "command": without_secrets(words),
         }
+        with suppress(OSError):
+            self._entry["directory"] = os.getcwd()
         self._has_begun = False
         #: The error that kept a line from being written.
         self.problem: OSError | None = None
@@ -94,18 +95,9 @@ class Audit:
         """The id of the run in the log."""
         return str(self._entry["id"])
 
-    def connected(self, uri: str, source: str) -> None:
-        """Record the metadata URI, and as `source` the option that named it."""
-        self._entry["metadataUri"] = shown_uri(uri)
-        self._entry["connection"] = source
-
-    def undo_file(self, path: Path) -> None:
-        """Record the path of the undo file."""
-        self._entry["undoFile"] = str(path)
-
-    def accepted(self, loss: str) -> None:
-        """Record the loss that the user accepted."""
-        self._entry["acceptedLoss"] = loss
+    def note(self, **fields: str) -> None:
+        """Add fields to the lines that are still to be written."""
+        self._entry.update(fields)
 
     def begin(self) -> None:
         """Write the first line; a second call does nothing."""
@@ -117,11 +109,10 @@ class Audit:
         """Write the last line, if there was a first: before, nothing can have been changed."""
         if not self._has_begun:
             return
-        outcome: dict[str, Any] = {"event": "end", "exitCode": exit_code}
-        if error:
-            # Errors repeat what they were given.
-            outcome["error"] = without_secret_values(error, _HIDDEN)
-        self._write({**outcome, "seconds": round(time.monotonic() - self._began, 3)})
+        # Errors repeat what they were given.
+        shown = {"error": without_secret_values(error, _HIDDEN)} if error else {}
+        seconds = round(time.monotonic() - self._began, 3)
+        self._write({"event": "end", "exitCode": exit_code, **shown, "seconds": seconds})
 
     def _write(self, fields: Mapping[str, Any]) -> None:
         import json
@@ -193,10 +184,3 @@ def user_name() -> str:
         name = str(uid)
     before = os.environ.get("SUDO_USER")
     return f"{before} as {name}" if before and before != name else name
-
-
-def _directory() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:
-        return None

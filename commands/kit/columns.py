@@ -1,13 +1,17 @@
-"""The user's choice of columns and rows, and columns that commands share."""
+"""Columns and rows as the user chooses them, columns that commands share, and the documents of `-o json`.
+
+A schema in `docs/schemas/` describes the document of one command; `$defs/row` in it a line of `-o ndjson`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
-from bkctl.columns import Column, Columns, Kind, Source
+from bkctl.columns import Column, Columns, Kind, Source, applied_column
 from bkctl.errors import UsageError
 
 from .texts import binary_text, readable_text, with_0x
@@ -102,16 +106,15 @@ class RowSelection(NamedTuple):
 
     def check(self, forms: Iterable[Columns], output: Output) -> None:
         """Raise the UsageError of the first of `forms`, if `of` refuses all of them."""
-        errors: list[UsageError] = []
+        first: UsageError | None = None
         for columns in forms:
             try:
                 self.of(columns, output)
-            except UsageError as error:
-                errors.append(error)
-            else:
                 return
-        if errors:
-            raise errors[0]
+            except UsageError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
 
 #: All columns of the command, in its order.
@@ -120,3 +123,115 @@ ALL: Final = RowSelection()
 
 class Row(SimpleNamespace):
     """A row of values by name, for columns whose sources are these names."""
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+class Document(NamedTuple):
+    """A form of what a command prints: rows of these columns (`is_list`), or one object.
+
+    `source` is the columns, or a function that returns them where making them imports much. `table` has the columns
+    of a table that shows others; the document's own are then shown on request.
+    """
+
+    source: Columns | Callable[[], Columns]
+    is_list: bool
+    table: Columns | None = None
+
+    def columns(self, output: Output = Output.JSON) -> Columns:
+        """Return the columns that `output` may show."""
+        found = self.source if isinstance(self.source, Columns) else self.source()
+        if self.table is not None and output is Output.TABLE:
+            return self.table.with_hidden(found)
+        return found
+
+
+#: Origin of columns; a mapping has columns for each value of an option.
+DocumentSource = Columns | Mapping[Any, Columns] | Callable[[], Columns]
+
+
+def rows_of(*sources: DocumentSource, table: Columns | None = None) -> tuple[Document, ...]:
+    """Return the documents of a command that prints rows, of one of `sources`."""
+    return tuple(
+        Document(columns, True, table)
+        for source in sources
+        for columns in (source.values() if isinstance(source, Mapping) else [source])
+    )
+
+
+def object_of(*sources: DocumentSource) -> tuple[Document, ...]:
+    """Return the documents of a command that prints one object, of one of `sources`."""
+    return tuple(document._replace(is_list=False) for document in rows_of(*sources))
+
+
+def union(*variants: Columns) -> Columns:
+    """Return the columns of all `variants` as one; a column that one of them lacks is optional."""
+    every = [column for each in variants for column in each.columns]
+    counts = Counter(column.name for column in every)
+    found: dict[str, Column] = {}
+    for column in every:
+        in_all = counts[column.name] == len(variants)
+        found.setdefault(column.name, column if in_all else column.replaced(optional=True))
+    return Columns(*found.values(), key=variants[0].key)
+
+
+_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+_ERROR_FIELDS: Final = {
+    "code": {"type": "string", "description": "The kind of error: ledgerNotFound, usage, ENOENT"},
+    "exitCode": {"type": "integer"},
+    "message": {"type": "string", "description": "What failed, on what, and why"},
+    "hint": {"type": ["string", "null"], "description": "What to do"},
+}
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+#: An error on stderr with `-o json`.
+ERROR_SCHEMA: Final[dict[str, Any]] = {
+    "$schema": _DIALECT,
+    "title": "An error, as one line on stderr with -o json",
+    **_object({"error": _object(_ERROR_FIELDS, [*_ERROR_FIELDS])}, ["error"]),
+}
+
+
+def row_schema(columns: Columns) -> dict[str, Any]:
+    """Return the schema of one row. A row of `--watch -o ndjson` that went has `removed`."""
+    fields = [(column, *field) for column in columns.columns for field in column.properties()]
+    properties = {name: shape for _, name, shape in fields} | {"removed": {"const": True}}
+    return _object(properties, [name for column, name, _ in fields if not column.optional])
+
+
+class Declaration(NamedTuple):
+    """The facts about a command that its help, schema, audit and `--columns` share."""
+
+    prints: tuple[Document, ...]
+    #: True if the audit log records some of its runs.
+    changes: bool
+    has_dry_run: bool
+
+    def forms(self, output: Output) -> list[Columns]:
+        """Return the columns of each form of the rows that the command may print as `output`.
+
+        Rows of a command with --dry-run have `applied`: false in a dry run, true in a run that changes something.
+        """
+        applied = (applied_column(is_applied=True),) if self.has_dry_run else ()
+        return [document.columns(output).and_also(*applied) for document in self.prints]
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Return the schema of what the command `name` prints with `-o json`."""
+        shapes = [row_schema(columns) for columns in self.forms(Output.JSON)]
+        rows = [row for at, row in enumerate(shapes) if row not in shapes[:at]]
+        pointers: list[dict[str, Any]] = []
+        for document, row in zip(self.prints, shapes, strict=True):
+            pointer = {"$ref": f"#/$defs/row{rows.index(row) + 1}"}
+            pointers.append({"type": "array", "items": pointer} if document.is_list else pointer)
+        definitions = {f"row{number}": row for number, row in enumerate(rows, 1)}
+        return {
+            "$schema": _DIALECT,
+            "title": f"bkctl {name} -o json",
+            **(pointers[0] if len(pointers) == 1 else {"anyOf": pointers}),
+            "$defs": {"row": {"anyOf": [{"$ref": f"#/$defs/{each}"} for each in definitions]}, **definitions},
+        }

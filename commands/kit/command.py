@@ -13,25 +13,22 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import typer
 
-from bkctl.columns import Columns
 from bkctl.errors import BkctlError, FindingsError
 
 from . import interrupts
 from .access import Access, Levels
-from .columns import ALL, Output
+from .columns import ALL, Declaration, Document, Output, object_of, rows_of, union
 from .consent import Consent
-from .documents import Document, document_schema, forms, object_of, rows_of, union
 from .job import LongWork
 from .next_steps import name_connection
 from .options import Composite
 from .parser import Command, Group
 from .printer import Printer
-from .session import Session
-from .settings import GlobalOptions, global_parameters, read_environment, read_options
+from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
 
 #: Names that modules of commands import from here.
 __all__ = [
@@ -84,23 +81,6 @@ def group(
         app.registered_commands += part.registered_commands
         app.registered_groups += part.registered_groups
     return app
-
-
-class Declaration(NamedTuple):
-    """The facts about a command that its help, schema, audit and `--columns` share."""
-
-    prints: tuple[Document, ...]
-    #: True if the audit log records some of its runs.
-    changes: bool
-    has_dry_run: bool
-
-    def forms(self, output: Output) -> list[Columns]:
-        """Return the columns of each form of the rows that the command may print as `output`."""
-        return forms(self.prints, output, has_dry_run=self.has_dry_run)
-
-    def schema(self, name: str) -> dict[str, Any]:
-        """Return the schema of what the command `name` prints with `-o json`."""
-        return document_schema(name, self.prints, has_dry_run=self.has_dry_run)
 
 
 def declaration_of(command: Any) -> Declaration | None:

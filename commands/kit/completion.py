@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from zlib import crc32
 
+from .access import connect_to, context_names, store_security
 from .columns import Output
-from .connection import connect_to, context_names, store_security
 from .contexts import Contexts
 from .parser import Group, Option, context_of, read_parameters
 from .settings import GlobalOptions, read_environment
@@ -34,16 +34,7 @@ _WORD: Final = re.compile(r"(?!-)[\w./:@%+=,\[\]-]+")
 #: The age of answers of a cluster that are still offered.
 CACHE_S: Final = 10.0
 
-#: Metavar of an option or argument → the source of its values: a key of `_OF_CLUSTER` or `_OF_FILES`.
-_KINDS: Final = {
-    "LEDGER": "ledger",
-    "BOOKIE": "bookie",
-    "JOURNAL": "journal",
-    "LOG": "entrylog",
-    "CONTEXT": "context",
-    "SCOPE": "scope",
-    "RACK": "rack",
-}
+#: The metavars of values that the shell completes: files and directories.
 FILES: Final = ("FILE", "DIR")
 #: The exit code where the shell's own file names complete the word.
 FILES_CODE: Final = 3
@@ -177,11 +168,8 @@ class CommandLine:
             kinds = [*arguments[self._place :], *(each for each in arguments[-1:] if each.repeatable)][:1]
         #: The option or argument that the word is a value of, and the word.
         self._value, self._prefix = kinds[0] if kinds else None, word
-        self.takes_files = (
-            self._value is not None
-            and self._value.metavar not in ("LEDGER", "BOOKIE")
-            and (self._value.metavar in FILES or self._value.metavar in _KINDS)
-        )
+        self._kind = self._value.metavar.lower() if self._value is not None else ""
+        self.takes_files = self._kind in ("file", "dir", "context", "scope", "rack", *_OF_FILES)
 
     def _param(self, name: str) -> Any:
         """Return the parameter of an option of the command, also of a hidden one."""
@@ -203,12 +191,10 @@ class CommandLine:
         if self._value is not None:
             if words := self._value.choices or self._known_words(self._value):
                 found = [Candidate(word) for word in words]
-            elif self._value.metavar in _KINDS:
+            elif self._kind in _OF_CLUSTER or self._kind in _OF_FILES:
                 return None
-            elif self._value.metavar in FILES or self._value.names:
-                found = []
             else:
-                found = self._names()
+                found = [] if self.takes_files or self._value.names else self._names()
         elif self._lead:
             found = []
         elif isinstance(self._command, Group) and not self._prefix.startswith("-"):
@@ -242,12 +228,9 @@ class CommandLine:
         return next((known[name] for name in (*value.names, value.metavar) if name in known), ())
 
     def asked(self) -> Iterator[Candidate]:
-        """Yield the candidates that files or a cluster have."""
-        assert self._value is not None
-        kind, prefix, found = _KINDS[self._value.metavar], self._prefix, candidates
-        for text in islice(found(kind, self._given, prefix), CANDIDATES_MAX):
-            if text not in self._words:
-                yield Candidate(self._lead + text)
+        """Return the candidates that files or a cluster have."""
+        found = (text for text in candidates(self._kind, self._given, self._prefix) if text not in self._words)
+        return (Candidate(self._lead + text) for text in islice(found, CANDIDATES_MAX))
 
 
 def candidates(kind: str, options: Mapping[str, list[str]], prefix: str) -> Iterator[str]:
@@ -349,6 +332,6 @@ _OF_CLUSTER: Final[dict[str, Callable[[Cluster], Iterator[str]]]] = {
 }
 _OF_FILES: Final[dict[str, Callable[[Mapping[str, list[str]]], Iterator[str]]]] = {
     "journal": lambda options: map(_file_name, _directories(options).journals()),
-    "entrylog": lambda options: map(_file_name, _directories(options).entry_logs()),
+    "log": lambda options: map(_file_name, _directories(options).entry_logs()),
     "context": lambda _: iter(context_names(Contexts.read(os.environ))),
 }

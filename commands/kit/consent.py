@@ -16,7 +16,7 @@ from bkctl.errors import BkctlError, Conflict, UsageError
 from .access import Access
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
 from .printer import Printer
-from .session import Session
+from .settings import Session
 from .texts import plain, plain_lines
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Consent:
         """
         if not self.yes:
             self._ask(loss, "--yes", None)
-        self._accept(loss)
+        self._session.note(acceptedLoss=loss)
 
     def confirm_name(self, loss: str, name: str, given: str | None) -> None:
         """Print a loss that cannot be undone, and let the user type `name` on a terminal; `--yes` is not enough.
@@ -72,11 +72,7 @@ class Consent:
             self._ask(loss, f"--yes-really {name}", name)
         elif given != name:
             raise Conflict(f"--yes-really {given}: {loss}", hint=f"add --yes-really {name} if that is meant")
-        self._accept(loss)
-
-    def _accept(self, loss: str) -> None:
-        if self._session.audit is not None:
-            self._session.audit.accepted(loss)
+        self._session.note(acceptedLoss=loss)
 
     def _ask(self, loss: str, option: str, typed: str | None) -> None:
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
@@ -112,8 +108,7 @@ class Consent:
                 yield undo
         finally:
             if undo.count and path is not None:
-                if self._session.audit is not None:
-                    self._session.audit.undo_file(path)
+                self._session.note(undoFile=str(path))
                 there = f" -u '{cluster.uri}'" if elsewhere else ""
                 self._out.note(f"Undo it with: bkctl metadata undo {path}{there}")
 

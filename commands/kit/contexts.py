@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -112,15 +113,13 @@ class Contexts:
         document = self._editable()
         contexts = document.setdefault("contexts", tomlkit.table(is_super_table=True))
         if exists:
-            table = contexts[name]
-            for key in [key for key in table if key not in settings]:
-                del table[key]
-            table.update(settings)
+            for key in contexts[name].keys() - settings.keys():
+                del contexts[name][key]
+            contexts[name].update(settings)
         else:
             contexts[name] = settings
-        return self._write(
-            document, {**self._document, "contexts": {**self._document.get("contexts", {}), name: settings}}
-        )
+        expected = {**self._document.get("contexts", {}), name: settings}
+        return self._write(document, {**self._document, "contexts": expected})
 
     def use(self, name: str) -> Contexts:
         """Make a context the current one; the caller has seen that there is one of this name."""
@@ -181,12 +180,10 @@ class Contexts:
             raise self._unknown_form()
         from bkctl.disk import atomic_write, make_private_directory
 
-        target = self.path.resolve()
+        target, mode = self.path.resolve(), 0o600
         make_private_directory(target.parent)
-        try:
+        with suppress(FileNotFoundError):
             mode = target.stat().st_mode & 0o777
-        except FileNotFoundError:
-            mode = 0o600
         with atomic_write(target) as stream:
             os.fchmod(stream.fileno(), mode)
             stream.write((changed._text or "").encode())

@@ -13,7 +13,7 @@ from bkctl.errors import is_interrupt
 from . import interrupts
 from .activity import Activity
 from .printer import Printer
-from .session import Session
+from .settings import Session
 from .terminal import wants_color
 from .texts import plain
 
@@ -55,12 +55,11 @@ class LongWork:
         interrupt of the work is reported with the progress and with `left`: the state that the work leaves, and how
         to continue or to go back.
         """
-        outer = self._out.activity
+        outer, session = self._out.activity, self._session
         if outer is not None:
             outer.is_covered = True
             outer.clear()
-        color = wants_color(sys.stderr, no_color=self._session.no_color)
-        session = self._session
+        color = wants_color(sys.stderr, no_color=session.no_color)
         with Activity(
             label, total=total, unit=unit, enabled=enabled and not self._out.quiet, color=color, pace=pace,
             work=session.work_of_run if enabled and listed else None, due_at=session.began_at + LISTED_S,
@@ -69,10 +68,9 @@ class LongWork:
             try:
                 yield activity
             except BaseException as error:
-                if self._session.interrupted is None and is_interrupt(error):
-                    amount = activity.amount()
-                    stage = f"{label}, {amount}" if amount else label
-                    self._session.interrupted = "; ".join(filter(None, [stage, left]))
+                if session.interrupted is None and is_interrupt(error):
+                    stage = ", ".join(filter(None, [label, activity.amount()]))
+                    session.interrupted = "; ".join(filter(None, [stage, left]))
                 raise
             finally:
                 self._out.activity = outer
@@ -100,11 +98,11 @@ class LongWork:
     def ask(self, client: AbstractAsyncContextManager[C], work: Callable[[C], Awaitable[T]]) -> T:
         """Return the result of `work` with a client, which is closed then, as `complete`."""
 
-        async def run() -> T:
-            async with client as opened:
-                return await work(opened)
+        async def opened() -> T:
+            async with client as found:
+                return await work(found)
 
-        return self.complete(run())
+        return self.complete(opened())
 
     def take_each(
         self,

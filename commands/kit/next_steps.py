@@ -103,11 +103,8 @@ STEPS: Final[Mapping[str, Mapping[str, Next]]] = {
 
 def name_connection(given: GlobalOptions) -> None:
     """Add the connection options of this command line to the commands that it prints."""
-    named = {
-        "--metadata-uri": given.metadata_uri and shown_uri(given.metadata_uri),
-        "--context": given.context,
-        "--conf": given.conf,
-    }
+    uri = given.metadata_uri and shown_uri(given.metadata_uri)
+    named = {"--metadata-uri": uri, "--context": given.context, "--conf": given.conf}
     _CONNECTION.set("".join(f" {name} {shlex.quote(str(value))}" for name, value in named.items() if value))
 
 
@@ -146,11 +143,8 @@ def next_step(check: str, kind: str, **fields: object) -> str | None:
     step = STEPS[check].get(kind)
     if step is None:
         return None
-    return pasted(step.command.format_map({name: _word(name, value) for name, value in fields.items()}))
-
-
-def _word(name: str, value: object) -> str:
-    return name.upper() if value is None else shlex.quote(str(value))
+    words = {name: name.upper() if value is None else shlex.quote(str(value)) for name, value in fields.items()}
+    return pasted(step.command.format_map(words))
 
 
 def next_column(check: str, kind_of: Callable[[Any], str], **fields: Callable[[Any], object]) -> Column:

@@ -20,7 +20,7 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.pace import Pace
 
-from .values import parse_duration, parse_number, parse_size
+from .values import checked, parse_duration, parse_number, parse_size
 
 PASSWORD_SIZE_BYTES_MAX: Final = 65536
 WATCH_S_DEFAULT: Final = 2.0
@@ -98,26 +98,14 @@ def _reader(kind: str, convert: Callable[[str, str], Any], metavar: str) -> Call
     return parsed_option
 
 
-def _parse_count(text: str, flag: str) -> int:
-    number = parse_number(text, flag)
-    if number < 1:
-        raise UsageError(f"{flag} {text}: must be 1 or more")
-    return number
-
-
-def _parse_entry_id(text: str, flag: str) -> int:
-    number = parse_number(text, flag)
-    if not 0 <= number < 1 << 63:
-        raise UsageError(f"{flag} {text}: entry ids are 0 or more, below 2^63")
-    return number
-
-
 #: Options for an entry id, a position or an offset (decimal or 0x), a count of 1 or more, bytes, and seconds.
 number_option: Final = _reader("number", parse_number, "N")
-count_option: Final = _reader("count", _parse_count, "N")
+count_option: Final = _reader("count", checked(parse_number, lambda count: count >= 1, "must be 1 or more"), "N")
 size_option: Final = _reader("size", parse_size, "SIZE")
 duration_option: Final = _reader("duration", parse_duration, "DURATION")
-_entry_option: Final = _reader("entry", _parse_entry_id, "ENTRY")
+_entry_option: Final = _reader(
+    "entry", checked(parse_number, lambda id: 0 <= id < 1 << 63, "entry ids are 0 or more, below 2^63"), "ENTRY"
+)
 
 _STEPS_RATE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)(?: ?(?:entry|entries|ledgers?|records?))", re.ASCII)
 
@@ -128,15 +116,14 @@ def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pa
     Raises UsageError, which begins with `what`.
     """
     amount = text.strip().removesuffix("/s").rstrip()
-    if match := _STEPS_RATE.fullmatch(amount if has_bytes else f"{amount} entries"):
-        pace = Pace(steps_per_s=float(match[1]), has_bytes=has_bytes)
-    elif not has_bytes:
+    match = _STEPS_RATE.fullmatch(amount if has_bytes else f"{amount} entries")
+    if match is None and not has_bytes:
         raise UsageError(f"{what} {text}: must be a number")
-    else:
-        try:
-            pace = Pace(bytes_per_s=float(parse_size(amount, what)))
-        except UsageError:
-            raise UsageError(f"{what}: not a rate: {text!r}", hint="give 20MiB, 50MB/s or '5000 entries'") from None
+    try:
+        steps, size = (float(match[1]), None) if match else (None, float(parse_size(amount, what)))
+    except UsageError:
+        raise UsageError(f"{what}: not a rate: {text!r}", hint="give 20MiB, 50MB/s or '5000 entries'") from None
+    pace = Pace(steps_per_s=steps, bytes_per_s=size, has_bytes=has_bytes)
     if pace.bytes_per_s is None and pace.steps_per_s is None:
         raise UsageError(f"{what} {text}: must be more than 0")
     return pace
@@ -225,26 +212,18 @@ class DigestCheck(NamedTuple):
     digest_type: Any
 
 
-def _digest_check(name: str | None) -> DigestCheck:
-    return DigestCheck(name is not None, None if name in (None, ANY_DIGEST) else _digest_type(name))
-
-
 #: `--digest [TYPE]`, also `--digest-type TYPE`.
 DigestToCheck = Annotated[
     DigestCheck,
     combined(
-        _digest_check,
+        lambda name: DigestCheck(name is not None, None if name in (None, ANY_DIGEST) else _digest_type(name)),
         option(
-            "digest_type_name",
-            str,
-            "--digest",
-            OldName("--digest-type"),
-            metavar="[TYPE]",
-            help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, "
-            "HMAC, DUMMY; default: found out ledger by ledger).",
+            "digest_type_name", str, "--digest", OldName("--digest-type"), metavar="[TYPE]",
+            help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, "
+            "DUMMY; default: found out ledger by ledger).",
         ),
     ),
-]
+]  # fmt: skip
 
 
 def _keys_and_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
@@ -352,11 +331,7 @@ KeepGoing = Annotated[
 ]
 
 
-def _watch_interval(text: str) -> float:
-    seconds = parse_duration(text, "--watch")
-    if seconds < WATCH_S_MIN:
-        raise UsageError(f"--watch {text}: must be {WATCH_S_MIN} s or more")
-    return seconds
+_watch_interval: Final = checked(parse_duration, lambda each: each >= WATCH_S_MIN, f"must be {WATCH_S_MIN} s or more")
 
 
 def watch_option(help: str) -> Composite:
@@ -364,7 +339,9 @@ def watch_option(help: str) -> Composite:
 
     Where the command takes arguments, seconds are given as `--watch=SECONDS`.
     """
-    return text_option("watch_interval", _watch_interval, "--watch", metavar="[SECONDS]", help=help)
+    return text_option(
+        "watch_interval", lambda text: _watch_interval(text, "--watch"), "--watch", metavar="[SECONDS]", help=help
+    )
 
 
 #: `--watch` of a command that runs until the user ends it; see Run.watch.
@@ -391,33 +368,25 @@ def ledger_password(text: str | None, file: Path | None) -> bytes:
         raise UsageError("--password and --password-file are given", hint="give one of them")
     if file is not None:
         return read_password_file(file)
-    if text is None:
-        text = os.environ.get("BKCTL_LEDGER_PASSWORD", "")
-    return os.fsencode(text)
+    return os.fsencode(os.environ.get("BKCTL_LEDGER_PASSWORD", "") if text is None else text)
 
 
 PASSWORD_FILE: Final = option(
-    "password_file",
-    Path,
-    "--password-file",
-    metavar="FILE",
+    "password_file", Path, "--password-file", metavar="FILE",
     help="File with the password; a final line end is ignored.",
-)
+)  # fmt: skip
 #: The ledger's password as bytes; empty when none is given.
 LedgerPassword = Annotated[
     bytes,
     combined(
         ledger_password,
         option(
-            "password",
-            str,
-            "--password",
-            metavar="TEXT",
+            "password", str, "--password", metavar="TEXT",
             help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
         ),
         PASSWORD_FILE,
     ),
-]
+]  # fmt: skip
 
 
 class EntryIdRange(NamedTuple):

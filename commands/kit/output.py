@@ -103,7 +103,7 @@ class RowWriter:
 
     def _is_empty(self) -> bool:
         """Return True before the first row."""
-        return not self._rows and (self._first if self._table is None else self._table.is_empty)
+        return not self._rows and (self._first if self._table is None else self._table.sample == [])
 
     def row(self, row: Any) -> None:
         """Print one row, with others or at once."""
@@ -149,7 +149,7 @@ class RowWriter:
 
     def _is_sampling(self) -> bool:
         """Return True while the table waits for more rows to choose its widths."""
-        return self._table is not None and self._table.is_sampling
+        return self._table is not None and self._table.sample is not None
 
     def _flush(self) -> None:
         if self._rows:

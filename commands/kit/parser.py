@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from bkctl.errors import EXIT_CODES
 
 from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, OldName
-from .session import SESSION_FLAGS, Session
-from .settings import GLOBAL_PANEL
+from .settings import GLOBAL_PANEL, SESSION_FLAGS, Session
 from .terminal import wants_color
 from .texts import BOLD, CYAN, RESET
 from .values import is_duration
@@ -60,13 +59,12 @@ class _PlainValue:
             raise typer.BadParameter(f"{value!r} is not {expected}", ctx=ctx, param=param) from None
 
 
-def use_plain_values(params: Iterable[Any]) -> None:
-    """Give each parameter of a plain type its own conversion; others, and other Typer versions, keep Typer's."""
+def _use_plain_values(params: Iterable[Any]) -> None:
+    """Give each parameter of a plain type its own conversion; others keep Typer's."""
     for param in params:
-        descriptor = getattr(param, "type_descriptor", None)
-        if descriptor is None or not hasattr(param, "get_runtime_param"):
+        if not hasattr(param, "get_runtime_param"):
             continue
-        kind, many = descriptor.annotation, False
+        kind, many = param.type_descriptor.annotation, False
         if get_origin(kind) is list:
             (kind,), many = get_args(kind), True
         if isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
@@ -183,7 +181,7 @@ class _PlainHelp:
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters and `--help`."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        use_plain_values(params)
+        _use_plain_values(params)
         return params
 
     def get_help(self, ctx: Any) -> str:
@@ -238,15 +236,15 @@ class Command(_PlainHelp, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
-        if any("--watch" in param.opts for param in self.params):
-            has_arguments = any(param.param_type_name == "argument" for param in self.params)
-            is_interval = (lambda _: False) if has_arguments else is_duration
-            args = _with_value(args, ("--watch",), is_interval, str(WATCH_S_DEFAULT))
-        if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
-            args = _with_value(args, ("--digest",), lambda word: word.upper() in DIGEST_NAMES, ANY_DIGEST)
-        if any("--suspend" in param.opts for param in self.params):
-            flags = ("--suspend", "--resume")
-            args = _with_value(args, flags, lambda word: word.upper() in COMPACTIONS, BOTH_COMPACTIONS)
+        has_arguments = any(param.param_type_name == "argument" for param in self.params)
+        optional: Mapping[str | None, tuple[Callable[[str], bool], str]] = {
+            "[SECONDS]": (lambda word: not has_arguments and is_duration(word), str(WATCH_S_DEFAULT)),
+            "[TYPE]": (lambda word: word.upper() in DIGEST_NAMES, ANY_DIGEST),
+            "[major|minor]": (lambda word: word.upper() in COMPACTIONS, BOTH_COMPACTIONS),
+        }
+        for param in self.params:
+            if getattr(param, "metavar", None) in optional and param.param_type_name == "option":
+                args = _with_value(args, shown_names(param), *optional[param.metavar])
         # Last: until here, a flag behind --watch would count as its value.
         return super().parse_args(ctx, take_session_flags(ctx, self.params, args))
 
@@ -283,22 +281,15 @@ class Group(_PlainHelp, TyperGroup):
             # Flags of the session up to the command.
             count = next((at for at, arg in enumerate(args) if arg not in SESSION_FLAGS), len(args))
             args = take_session_flags(ctx, (), args[:count]) + args[count:]
-        if self.default is not None and (not args or self._begins_default(args[0])):
+        word = args[0] if args else "-"
+        names_none = word not in HELP_FLAGS if word.startswith("-") else self.takes_words and word not in self.commands
+        if self.default is not None and names_none:
             args = [self.default, *args]
-        elif not args:
-            args = ["--help"]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, args or ["--help"])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands, each with the first line of its help, which wraps where it does not fit."""
-        rows = [
-            (name, (command.help or "").partition("\n")[0])
-            for name, command in self.commands.items()
-            if not command.hidden
-        ]
-        if rows:
+        shown = ((name, command) for name, command in self.commands.items() if not command.hidden)
+        if rows := [(name, (command.help or "").partition("\n")[0]) for name, command in shown]:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
-
-    def _begins_default(self, word: str) -> bool:
-        return word not in HELP_FLAGS if word.startswith("-") else self.takes_words and word not in self.commands

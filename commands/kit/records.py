@@ -14,9 +14,8 @@ import typer
 from bkctl.columns import Column, Columns, Constant, Kind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 
-from .columns import Output, payload_column
+from .columns import Output, payload_column, union
 from .command import Run
-from .documents import union
 from .ledger_options import SCAN_LEDGERS, ScanFilter
 from .options import (
     BinaryFormat,
@@ -140,6 +139,9 @@ def record_columns(
     def last_add_confirmed(record: Record) -> int | None:
         return _explicit_lac(record) if record.type is explicit_lac else record.last_add_confirmed
 
+    def master_key(record: Record) -> bytes | None:
+        return record.special_payload if record.type is RecordType.LEDGER_KEY else None
+
     def size(record: Record) -> int | None:
         return None if digest_type is None and record.format_version == 1 else record.payload_size(digest_type)
 
@@ -158,7 +160,7 @@ def record_columns(
         Column("FILE", "file", Constant(str(path)), flexible=True, text=lambda path: Path(path).name),
     ]
     if secrets:
-        columns.append(Column("MASTER KEY", "masterKey", _master_key, Kind.BINARY, optional=True, text=bytes.hex))
+        columns.append(Column("MASTER KEY", "masterKey", master_key, Kind.BINARY, optional=True, text=bytes.hex))
     if options.body or options.format is not None:
         columns.append(payload_column(lambda record: record.payload(digest_type), options.format))
     return Columns(*columns, key="offset")
@@ -168,10 +170,6 @@ def shown_record_columns(id_name: str) -> Columns:
     """Return the columns of records with and without --body and --show-secrets."""
     variants = (RecordOptions(), False), (RecordOptions(body=True), True)
     return union(*(record_columns(Path(), None, id_name, options, secrets=secrets) for options, secrets in variants))
-
-
-def _master_key(record: Record) -> bytes | None:
-    return record.special_payload if record.type.value == TypeName.LEDGER_KEY.value else None
 
 
 def _explicit_lac(record: Record) -> int | None:

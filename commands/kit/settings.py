@@ -1,15 +1,17 @@
-"""The connection and output settings, each declared once, as a field of `GlobalOptions`.
+"""The connection and output settings, each declared once, as a field of `GlobalOptions`, and the run that has them.
 
 Options, environment variables, the keys of contexts, their columns and the help all come from `SETTINGS`.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -17,7 +19,11 @@ from bkctl.errors import UsageError
 
 from .columns import Output, RowOrder
 from .options import parameter
-from .values import parse_duration, parse_switch
+from .values import checked, parse_duration, parse_switch
+
+if TYPE_CHECKING:
+    from .audit import Audit
+    from .work import WorkFile
 
 GLOBAL_PANEL: Final = "Connection and output"
 
@@ -93,13 +99,6 @@ class Setting(NamedTuple):
         return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
 
 
-def _timeout(text: str, name: str) -> float:
-    seconds = parse_duration(text, name)
-    if not seconds:
-        raise UsageError(f"{name} {text}: must be more than 0")
-    return seconds
-
-
 def _names(text: str, flag: str) -> tuple[str, ...]:
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
     if not names:
@@ -119,7 +118,9 @@ _TYPES: Final = {
     "Path | None": ValueType(Path, lambda text, _: Path(text), lambda path: str(path.absolute()), metavar="FILE"),
     "bool": ValueType(bool, parse_switch, lambda value: "1" if value else "0", absent=False),
     "tuple[str, ...]": ValueType(list[str], lambda text, _: tuple(text.replace(",", " ").split()), " ".join, absent=()),
-    "float | None": ValueType(parse=_timeout, metavar="DURATION"),
+    "float | None": ValueType(
+        parse=checked(parse_duration, lambda seconds: seconds > 0, "must be more than 0"), metavar="DURATION"
+    ),
     "Output | None": ValueType(Output, _output),
     "tuple[str, ...] | None": ValueType(parse=_names),
     "RowOrder | None": ValueType(parse=lambda text, _: RowOrder.parse(text)),
@@ -261,3 +262,46 @@ def read_environment(environment: Mapping[str, str]) -> GlobalOptions:
     """Return the options that BKCTL_… variables give; an empty variable counts as absent. Raises UsageError."""
     given = ((each, each.variable and environment.get(each.variable)) for each in SETTINGS)
     return GlobalOptions(**{each.field: each.type.parse(text, str(each.variable)) for each, text in given if text})
+
+
+#: Options of the program that may stand anywhere → the field of Session that they set.
+SESSION_FLAGS: Final = {
+    "-v": "verbose", "--verbose": "verbose", "-q": "quiet", "--quiet": "quiet", "--no-color": "no_color",
+    "--debug": "debug",
+}  # fmt: skip
+
+
+@dataclass
+class Session:
+    """One invocation: its words, and the options before the group. Kept in Typer's context."""
+
+    words: list[str] = field(default_factory=list)
+    began_at: float = field(default_factory=time.monotonic)
+    globals: GlobalOptions = field(default_factory=GlobalOptions)
+    verbose: bool = False
+    quiet: bool = False
+    no_color: bool = False
+    debug: bool = False
+    #: The state that an interrupted command leaves, and how to continue.
+    interrupted: str | None = None
+    #: Set for a command that works for long; `main` writes its end.
+    work: WorkFile | None = None
+    #: Set for a command that changes something; `main` writes its end.
+    audit: Audit | None = None
+    #: The form of output, once it is known.
+    output: Output | None = None
+
+    def note(self, **fields: str) -> None:
+        """Add fields to the audit of this run, where there is one."""
+        if self.audit is not None:
+            self.audit.note(**fields)
+
+    def work_of_run(self) -> WorkFile:
+        """Return the work of this run, whose id begins that of the audit log where the run changes something."""
+        if self.work is None:
+            from .work import WorkFile, progress_directory
+
+            run_id = os.urandom(3).hex() if self.audit is None else self.audit.id
+            began = time.time() - (time.monotonic() - self.began_at)
+            self.work = WorkFile(progress_directory(os.environ), run_id[:6], ["bkctl", *self.words], began)
+        return self.work

@@ -35,7 +35,8 @@ class Table:
         """A table on a terminal fits its width, unless `fits` is False."""
         self._columns = [column for column in columns.columns if column.title is not None]
         self._right = [column.kind in (Kind.INTEGER, Kind.SIZE) for column in self._columns]
-        self._sample: list[tuple[str, ...]] | None = []
+        #: The rows that the widths wait for, None once they are known.
+        self.sample: list[tuple[str, ...]] | None = []
         self._sample_started = 0.0
         self._color = color
         #: Places of the columns whose cells are links to files.
@@ -62,36 +63,26 @@ class Table:
         """Add `rows`, and return the lines that can be printed now."""
         lines: list[str] = []
         for cells in rows:
-            if self._sample is None:
+            if self.sample is None:
                 line = self._template % cells if self._template else ""
                 lines.append(line.rstrip() + "\n" if line.isascii() and line else self._format(cells))
                 continue
-            self._sample.append(cells)
+            self.sample.append(cells)
             moment = time.monotonic()
             self._sample_started = self._sample_started or moment
-            if now or len(self._sample) >= SAMPLE_ROWS or moment - self._sample_started > PATIENCE_S:
+            if now or len(self.sample) >= SAMPLE_ROWS or moment - self._sample_started > PATIENCE_S:
                 lines += self._settle(live=now)
         return lines
 
-    @property
-    def is_sampling(self) -> bool:
-        """Return True while the widths wait for more rows."""
-        return self._sample is not None
-
-    @property
-    def is_empty(self) -> bool:
-        """True before the first row."""
-        return self._sample == []
-
     def finish(self) -> list[str]:
         """Return the lines that still wait for more rows."""
-        return self._settle(complete=True) if self._sample is not None else []
+        return self._settle(complete=True) if self.sample is not None else []
 
     def _settle(self, *, live: bool = False, complete: bool = False) -> list[str]:
-        assert self._sample is not None
+        assert self.sample is not None
         titles = [column.title or "" for column in self._columns]
         self._widths = [
-            max([len(title), *(width_of(row[index]) for row in self._sample)]) for index, title in enumerate(titles)
+            max([len(title), *(width_of(row[index]) for row in self.sample)]) for index, title in enumerate(titles)
         ]
         if live:
             # Rows that come later have larger numbers.
@@ -106,15 +97,15 @@ class Table:
             ]
             self._template = "  ".join([*cells[:-1], cells[-1] if self._right[-1] else "%s"])
         header = self._format(titles, header=True)
-        lines = [header, *(self._format(row) for row in self._sample)]
-        self._sample = None
+        lines = [header, *(self._format(row) for row in self.sample)]
+        self.sample = None
         return lines
 
     def _fit(self, room: int, *, complete: bool) -> None:
         """Shrink columns to the terminal's width, and leave columns out where that is not enough."""
-        assert self._sample is not None
+        assert self.sample is not None
         self._widths = [min(width, max(room, _NARROW)) for width in self._widths]
-        sample = self._sample
+        sample = self.sample
         given = [[row[at] for row in sample if row[at] != NULL] for at in range(len(self._columns))]
         self._flexible = [
             column.flexible or (bool(cells) and all(cell.startswith("/") for cell in cells))
@@ -153,7 +144,7 @@ class Table:
         column = self._columns[at]
         if self._flexible[at]:
             return False
-        return column.kind not in _WRAPPING or all(" " not in row[at] for row in self._sample or ())
+        return column.kind not in _WRAPPING or all(" " not in row[at] for row in self.sample or ())
 
     def _least(self, at: int, column: Column, sample: list[tuple[str, ...]]) -> int:
         """Return the width that a column needs at least."""

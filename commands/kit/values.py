@@ -12,6 +12,7 @@ _SIZE: Final = re.compile(r"(\d{1,19})\s*(?:([kmgt])(i?)b?|b)?", re.ASCII | re.I
 _DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s|m|h|d|w)?", re.ASCII)
 _NUMBER: Final = re.compile(r"-?[0-9]{1,20}|0[xX][0-9a-fA-F]{1,16}", re.ASCII)
 
+N = TypeVar("N", int, float)
 R = TypeVar("R")
 
 
@@ -37,6 +38,18 @@ def parse_duration(text: str, name: str) -> float:
     if match is None:
         raise UsageError(f"{name}: not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h, d or w")
     return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2] or "s"]
+
+
+def checked(parse: Callable[[str, str], N], fits: Callable[[N], bool], words: str) -> Callable[[str, str], N]:
+    """Return a function like `parse` that refuses a value that does not fit: it `words`."""
+
+    def parsed(text: str, name: str) -> N:
+        value = parse(text, name)
+        if not fits(value):
+            raise UsageError(f"{name} {text}: {words}")
+        return value
+
+    return parsed
 
 
 def is_duration(text: str) -> bool:

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -63,12 +63,8 @@ class WorkFile:
         if self._has_failed:
             return
         if not self._identity:
-            self._identity = {
-                "id": self.id,
-                "command": without_secrets(self._words),
-                **_identity(),
-                "began": round(self._began * 1000),
-            }
+            command, began = without_secrets(self._words), round(self._began * 1000)
+            self._identity = {"id": self.id, "command": command, **_identity(), "began": began}
         self._state = {**self._identity, **fields, "updated": round(time.time() * 1000)}
         try:
             if not self.is_published:
@@ -110,11 +106,8 @@ def list_work(directory: Path) -> list[dict[str, Any]]:
     for path in _state_files(directory):
         with suppress(*_DAMAGE):
             state = json.loads(_read(path))
-            if (
-                _is_whole(state)
-                and state["id"] == path.stem
-                and all(state[name] == ours[name] for name in ("host", "namespace"))
-            ):
+            is_here = all(state[name] == ours[name] for name in ("host", "namespace"))
+            if _is_whole(state) and state["id"] == path.stem and is_here:
                 if _is_running(state) and not _is_alive(state, ours):
                     state["state"] = "killed"
                 found.append(state)
@@ -124,10 +117,7 @@ def list_work(directory: Path) -> list[dict[str, Any]]:
 def ask_to_pause(directory: Path, work_id: str, *, pause: bool) -> None:
     """Let the work pause at its next step, or continue. Raises OSError."""
     path = directory / f"{work_id}.pause"
-    if pause:
-        replace_file(path, b"")
-    else:
-        path.unlink(missing_ok=True)
+    replace_file(path, b"") if pause else path.unlink(missing_ok=True)
 
 
 def ask_for_rate(directory: Path, work_id: str, *, bytes_per_s: float | None, steps_per_s: float | None) -> None:
@@ -163,9 +153,8 @@ def _is_alive(state: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     return may_live(state["pid"]) if start is None else start == state["start"]
 
 
-def _state_files(directory: Path) -> Iterator[Path]:
-    with suppress(OSError):
-        yield from sorted(path for path in directory.iterdir() if path.suffix == ".json")
+def _state_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.json"))
 
 
 def _remove_old(directory: Path) -> None:

@@ -10,8 +10,8 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import FindingsError, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.access import LoginOfTarget
 from ..kit.command import Printer, Run, command, group, object_of, rows_of
-from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile, LedgerToCreate, ManyLedgers, scope_option
 from ..kit.next_steps import next_column
 from ..kit.options import (

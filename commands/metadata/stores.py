@@ -15,9 +15,9 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from ..kit.access import LoginOfTarget
 from ..kit.columns import Output, Row
 from ..kit.command import Access, Run, command, group, object_of, rows_of
-from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag
 from ..kit.texts import GREEN, RED, YELLOW, counted

@@ -15,8 +15,8 @@ import pytest
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.generate import read_pages
+from bkctl.commands.kit.columns import ERROR_SCHEMA
 from bkctl.commands.kit.command import Declaration
-from bkctl.commands.kit.documents import ERROR_SCHEMA
 from bkctl.commands.main import GROUPS, run
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.commands.kit.connection import connect_to, store_security
+from bkctl.commands.kit.access import connect_to, store_security
 from bkctl.commands.kit.contexts import Contexts, toml_values
 from bkctl.commands.kit.settings import GlobalOptions, read_environment
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError

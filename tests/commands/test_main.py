@@ -16,10 +16,10 @@ from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
 from bkctl import __version__
-from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
+from bkctl.commands.kit.access import connect_to, parse_bookie_addresses
 from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_number, parse_size
-from bkctl.commands.main import error_report, os_error_exit_code
+from bkctl.commands.main import error_report
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
 from bkctl.formats.metadata import DigestType, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -219,8 +219,8 @@ def test_debug_shows_the_traceback_and_the_line(cli: Cli) -> None:
 def test_operating_system_errors_have_exit_codes() -> None:
     codes = {errno.ENOENT: 4, errno.EACCES: 1, errno.ENOSPC: 1, errno.EEXIST: 5, errno.ECONNREFUSED: 6, errno.EISDIR: 2}
     for number, code in codes.items():
-        assert os_error_exit_code(OSError(number, "x")) == code
-    assert os_error_exit_code(TimeoutError()) == 6
+        assert error_report(OSError(number, "x")).exit_code == code
+    assert error_report(TimeoutError()).exit_code == 6
     report = error_report(OSError(errno.EACCES, "Permission denied", "/x"))
     assert (report.line, report.exit_code, report.code) == ("/x: Permission denied", 1, "EACCES")
     assert set(codes.values()) <= set(EXIT_CODES)

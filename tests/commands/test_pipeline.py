@@ -21,8 +21,7 @@ from support.servers import find_java, wait_for
 from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.command import Run
-from bkctl.commands.kit.session import Session
-from bkctl.commands.kit.settings import GlobalOptions
+from bkctl.commands.kit.settings import GlobalOptions, Session
 from bkctl.commands.pipeline.common import connection_options
 from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS
 

@@ -11,8 +11,7 @@ from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.kit.command import Run
-from bkctl.commands.kit.session import Session
-from bkctl.commands.kit.settings import GlobalOptions
+from bkctl.commands.kit.settings import GlobalOptions, Session
 
 
 @pytest.fixture

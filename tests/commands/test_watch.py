@@ -18,7 +18,7 @@ from support.waiting import LIMIT_S
 from bkctl.columns import Column, Columns, Kind
 from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import ALL, Output
-from bkctl.commands.kit.watch import watch
+from bkctl.commands.kit.printer import watch
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
@@ -131,7 +131,7 @@ def test_csv_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_clock_of_a_table_goes_on_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter(range(0, 60_000_000_000, 2_000_000_000))
-    monkeypatch.setattr("bkctl.commands.kit.watch.time.time_ns", lambda: next(moments))
+    monkeypatch.setattr("bkctl.commands.kit.printer.time.time_ns", lambda: next(moments))
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     watched([B1], [B1], [B2], output=Output.TABLE)
     first, again, changed = terminal.getvalue().split("\x1b[H")[1:]

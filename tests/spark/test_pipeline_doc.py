@@ -17,7 +17,7 @@ import yaml
 from support import golden
 from support.source_rows import rows_of
 
-from bkctl.commands.kit.session import Session
+from bkctl.commands.kit.settings import Session
 from bkctl.commands.main import root
 from bkctl.errors import UsageError
 from bkctl.spark.sources import indexes, ledger_source, metadata, records
