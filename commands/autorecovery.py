@@ -246,7 +246,6 @@ def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
 
     Apache's workers give their host name.
     """
-
     from bkctl.metadata.admin.auto_recovery import list_work
 
     with run.access.cluster() as cluster:

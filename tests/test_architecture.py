@@ -200,7 +200,6 @@ LARGE_BODIES = {
     "cookie.generate": {"branches"},
     "entrylog.extract.extract": {"branches", "long"},
     "ledger.listing.list_ledgers": {"branches"},
-    "metadata.stores.import_": {"long"},
     "metadata.nodes.undo_command": {"branches"},
     "metadata.stores.migrate": {"branches"},
 }

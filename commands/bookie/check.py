@@ -42,13 +42,13 @@ FINDING_COLUMNS = Columns(
 )
 
 
-def _ledger_filter(texts: list[str] | None, scope_id: int | None) -> LedgersOrAll:
-    return LedgersOrAll([LedgerId.parse(text, scope_id) for text in texts] if texts else None, scope_id)
-
-
 LedgersToCheck = Annotated[
     LedgersOrAll,
-    combined(_ledger_filter, LEDGERS_BY_OPTION, scope_option("Only ledgers of this scope; the scope of bare ids.")),
+    combined(
+        lambda texts, scope: LedgersOrAll([LedgerId.parse(text, scope) for text in texts or ()] or None, scope),
+        LEDGERS_BY_OPTION,
+        scope_option("Only ledgers of this scope; the scope of bare ids."),
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict
@@ -150,21 +150,14 @@ class _StepPrinter:
             await asyncio.gather(task, return_exceptions=True)
 
 
-class _Texts(NamedTuple):
-    """The texts of one kind of departure; `left` describes the state that an interrupted one leaves."""
-
-    noun: str
-    doing: str
-    done: str
-    question: Callable[[MovePlan], str]
-    left: str
-
-
 def _depart(
-    run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: _Texts,
+    run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: Row,
     *, pace: Pace, deadline_s: float | None, watch_s: float | None, undo: Path | None, dry_run: bool,
 ) -> None:  # fmt: skip
-    """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan; unless `dry_run`, run it."""
+    """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan; unless `dry_run`, run it.
+
+    Of its texts `left` describes the state that an interrupted one leaves.
+    """
     from bkctl.replication.departure import Drain
     from bkctl.replication.holdings import plan_move
 
@@ -244,11 +237,11 @@ def decommission(
     from bkctl.replication.departure import Decommission
 
     kept = "" if keep_cookie else ", and its cookie deleted"
-    texts = _Texts(
-        "decommission", "Decommissioning", "decommissioned",
-        lambda plan: loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False) + kept,
-        "moved ledgers stay moved: run the command again to continue, or start the bookie to go back, after 'bkctl "
-        "metadata undo' if its cookie is deleted",
+    texts = Row(
+        noun="decommission", doing="Decommissioning", done="decommissioned",
+        question=lambda plan: loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False) + kept,
+        left="moved ledgers stay moved: run the command again to continue, or start the bookie to go back, after "
+        "'bkctl metadata undo' if its cookie is deleted",
     )  # fmt: skip
     create = partial(Decommission, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie)
     _depart(run, bookie, create, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
@@ -276,10 +269,10 @@ def drain(
     from bkctl.replication.departure import Drain
 
     begin = f"{bookie} would take no more entries, and "
-    texts = _Texts(
-        "drain", "Draining", "drained",
-        lambda plan: begin + loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False),
-        f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or "
+    texts = Row(
+        noun="drain", doing="Draining", done="drained",
+        question=lambda plan: begin + loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False),
+        left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or "
         + _to_go_back(bookie),
     )  # fmt: skip
     _depart(run, bookie, Drain, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)

@@ -229,7 +229,6 @@ def list_bookies(
     $ bkctl bookies list
     $ bkctl bookies list -o json
     """
-
     with run.access.cluster() as cluster:
         run.out.watch(watch, partial(_listed, run, cluster, state), BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
 
@@ -264,7 +263,7 @@ SHOW_COLUMNS = Columns(
     Column("LEDGERS", "ledgerCount", value_at("ledgers.ledger_count"), Kind.INTEGER, optional=True),
     Column("  NOT CLOSED", "openLedgerCount", value_at("ledgers.open_count"), Kind.INTEGER, optional=True),
     key="bookieId",
-)  # fmt: skip
+)
 SHOW_TABLE_COLUMNS = Columns(
     *_BOOKIE,
     _ADDRESS,

@@ -120,7 +120,6 @@ def scopes(run: Run) -> None:
 
     Scope 0 is always listed.
     """
-
     from bkctl.metadata.admin.overview import scope_counts
 
     with run.access.cluster() as cluster, run.job.working("Counting ledgers"):

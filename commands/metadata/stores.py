@@ -177,10 +177,7 @@ def _fill(
     from bkctl.metadata.admin.dump.importing import import_records
 
     left = "written metadata stays: run the command again to continue"
-    with (
-        recorded as target,
-        run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity,
-    ):
+    with recorded as target, run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity:
         return import_records(source.records(), target, pace=pace, progress=activity.update, **how)
 
 

@@ -32,6 +32,10 @@ def _integers(spare: int = 0, **titles: str | None) -> list[Column]:
     return [Column(title, name, name, Kind.INTEGER, spare=spare) for name, title in titles.items()]
 
 
+def _sizes(**titles: str) -> list[Column]:
+    return [Column(title, name, name, Kind.SIZE) for name, title in titles.items()]
+
+
 LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
 BOOKIE = Column("BOOKIE", "bookieId", "bookieId")
 FILE = Column("FILE", "file", "file", flexible=True, spare=2)
@@ -256,11 +260,7 @@ class IntegrityResult(JobResult):
 GarbageBy = StrEnum("GarbageBy", "ENTRYLOG BOOKIE LEDGER")
 
 
-_USE = (
-    Column("TOTAL", "totalSize", "totalSize", Kind.SIZE),
-    Column("REMAINING", "remainingSize", "remainingSize", Kind.SIZE),
-    Column("GARBAGE", "garbageSize", "garbageSize", Kind.SIZE),
-)
+_USE = _sizes(totalSize="TOTAL", remainingSize="REMAINING", garbageSize="GARBAGE")
 GARBAGE_COLUMNS = {
     GarbageBy.ENTRYLOG: Columns(
         BOOKIE,
@@ -280,8 +280,7 @@ GARBAGE_COLUMNS = {
         LOGS,
         *_integers(compactedCount="COMPACTED"),
         *_USE,
-        Column("FREED", "reclaimableSize", "reclaimableSize", Kind.SIZE),
-        Column("REWRITTEN", "rewrittenSize", "rewrittenSize", Kind.SIZE),
+        *_sizes(reclaimableSize="FREED", rewrittenSize="REWRITTEN"),
         key="bookieId",
     ),
     GarbageBy.LEDGER: Columns(LEDGER, BOOKIES, LOGS, SIZE, key="ledger"),
