@@ -122,13 +122,10 @@ class LedgerFragment:
 
     def given(self, indexes: Iterable[int]) -> LedgerFragment:
         """Return the fragment with the bookies at these ensemble indexes as bad ones, whatever they hold."""
-        return replace(
-            self,
-            faults=tuple(
-                ReplicaFault(index, self.ensemble[index], FaultReason.GIVEN, self.entry_count(index))
-                for index in indexes
-            ),
-        )
+        faults = [
+            ReplicaFault(index, self.ensemble[index], FaultReason.GIVEN, self.entry_count(index)) for index in indexes
+        ]
+        return replace(self, faults=tuple(faults))
 
     def entry_count(self, index: int) -> int:
         """Return the number of entries that the bookie at ensemble index `index` should hold."""

@@ -21,7 +21,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.underreplication import LedgerMarks, UnderreplicatedLedger
-from bkctl.replication.fragments import EntrySpan, LedgerFragment
+from bkctl.replication.fragments import EntrySpan, FaultReason, LedgerFragment, ReplicaFault
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -92,7 +92,7 @@ class HeldLedger:
                 first = first_entry_id + (at - first_entry_id) % size
                 if not wanted.isdisjoint(write_set) and (first <= fragment.last_entry_id or not fragment.closed):
                     last = fragment.last_entry_id - (fragment.last_entry_id - at) % size if fragment.closed else None
-                    bookies = tuple(fragment.ensemble[index] for index in write_set)
+                    bookies = tuple(map(fragment.ensemble.__getitem__, write_set))
                     yield Stripe(fragment, bookies, first, last)
 
 
@@ -102,15 +102,17 @@ def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collecti
     schedule = RoundRobinDistributionSchedule.of(metadata)
     ends = [fragment.first_entry_id - 1 for fragment in metadata.ensembles[1:]]
     fragments = []
-    for fragment, end in zip(
+    for (first, bookies), end in zip(
         metadata.ensembles, [*ends, metadata.last_entry_id if metadata.is_closed else None], strict=True
     ):
-        indexes = [index for index, bookie_id in enumerate(fragment.bookies) if bookie_id in bookie_ids]
-        if indexes:
-            first = fragment.first_entry_id
-            last = first - 1 if end is None else max(end, first - 1)
-            held = LedgerFragment(ledger, first, last, fragment.bookies, end is not None, schedule)
-            fragments.append(held.given(indexes))
+        last = first - 1 if end is None else max(end, first - 1)
+        faults = tuple(
+            ReplicaFault(index, bookie_id, FaultReason.GIVEN, schedule.entry_count(index, first, last))
+            for index, bookie_id in enumerate(bookies)
+            if bookie_id in bookie_ids
+        )
+        if faults:
+            fragments.append(LedgerFragment(ledger, first, last, bookies, end is not None, schedule, faults))
     return HeldLedger(ledger, found, tuple(fragments)) if fragments else None
 
 
