@@ -101,12 +101,7 @@ def _like(method: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[
 
 def _waits(method: Callable[Concatenate[Any, P], Awaitable[T]]) -> Callable[Concatenate[Any, P], T]:
     """Return the method that waits for what `method` of the client gives."""
-
-    @wraps(method)
-    def call(self: _Twin[Any], /, *args: P.args, **options: P.kwargs) -> T:
-        return self._thread.run(partial(method, self._client, *args, **options))
-
-    return call
+    return _opens(method, lambda _, given: given)
 
 
 def _opens(

@@ -219,8 +219,7 @@ HealthLook = Annotated[
 def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     """Return all findings, the most severe first."""
     from bkctl.client.disk_space import disk_findings
-    from bkctl.client.ledger_survey import LedgerSurvey, published_survey, survey_ledgers
-    from bkctl.client.racks import rack_findings
+    from bkctl.client.ledger_survey import LedgerSurvey, published_survey, rack_findings, survey_ledgers
     from bkctl.http.bookie_load import full_bookies, vitals_findings, without_moved
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.underreplication import LedgerMarks

@@ -219,7 +219,7 @@ class BookieChannel:
     def _fail_waiting(self, error: BkctlError) -> None:
         waiting, self._waiting = self._waiting, []
         for requests, _, answered in waiting:
-            _refuse(requests, answered, error)
+            answered(requests, [error] * len(requests))
 
 
 class BookiePool:

@@ -76,7 +76,7 @@ async def read_ledger(
         found: AsyncIterator[Sequence[LedgerEntry]] = (
             handle.read_runs(first, final, verify=verify)
             if bookie_id is None
-            else _one_by_one(read_replica(handle, bookie_id, first, final, verify=verify))
+            else ((entry,) async for entry in read_replica(handle, bookie_id, first, final, verify=verify))
         )
         async for run in found:
             yield run
@@ -96,12 +96,6 @@ async def follow_ledger(
         start = max(0, handle.last_add_confirmed + 1 - tail_count) if first is None else first
         async for entry in handle.tail(start, verify=verify):
             yield (entry,)
-
-
-async def _one_by_one(entries: AsyncIterator[LedgerEntry]) -> AsyncGenerator[Sequence[LedgerEntry]]:
-    """Yield each entry as a run of its own."""
-    async for entry in entries:
-        yield (entry,)
 
 
 class FindingRow(NamedTuple):

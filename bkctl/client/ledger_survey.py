@@ -1,5 +1,7 @@
 """LedgerSurvey: the health findings of ledgers from their metadata alone, counted by code and scope in one pass.
 
+Also the findings about placement: bookies without a rack, too few racks, and ledgers that the policy does not accept.
+
 The auditor publishes its last survey in the metadata store, for clusters whose ledgers are too many for every look.
 """
 
@@ -8,11 +10,11 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.client.placement import Placement
+from bkctl.client.placement import Placement, region_of
 from bkctl.errors import BkctlError
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -205,3 +207,40 @@ def why_not_replicated(
                 f"{needed} bookies are needed in place of lost ones, and {there} writable ones are outside its ensemble"
             )
     return None
+
+
+#: Advice about a ledger that is misplaced.
+MEND_HINT: Final = (
+    "'bkctl ledger locate' shows the bookies; auto-recovery moves replicas to other racks with "
+    "repairedPlacementPolicyNotAdheringBookieEnabled=true"
+)
+
+
+def rack_findings(bookies: Sequence[RegisteredBookie], placement: Placement) -> Iterator[HealthFinding]:
+    """Yield the problems with the racks of the registered bookies; none where no bookie has a rack."""
+    racks = placement.racks
+    if not racks:
+        return
+    for bookie in bookies:
+        if bookie.bookie_id not in racks and bookie.state != "down":
+            yield health_finding(
+                HealthCode.BOOKIE_WITHOUT_RACK, bookie.bookie_id,
+                f"It has no rack, while other bookies do: clients place it in {placement.rules.default_location}",
+                advice=f"'bkctl bookies racks set {bookie.bookie_id} --rack RACK'",
+            )  # fmt: skip
+    writable = [bookie.bookie_id for bookie in bookies if bookie.state == "rw"]
+    domain, needed = placement.rules.domains
+    count = len({rack if domain == "rack" else region_of(rack) for rack in map(placement.rack, writable)})
+    if len(writable) > 1 and count < needed:
+        yield health_finding(
+            HealthCode.TOO_FEW_RACKS, "",
+            f"The {len(writable):,} writable bookies are in {count:,} {domain}{'s' if count > 1 else ''}; "
+            f"{needed:,} are needed",
+            details={"rackCount": count, "neededRackCount": needed},
+        )  # fmt: skip
+
+
+def misplacement(placement: Placement, metadata: LedgerMetadata) -> str | None:
+    """Return why the policy does not accept a ledger, and what to do; None if it does, or no bookie has a rack."""
+    problem = placement.ledger_problem(metadata) if placement.racks else None
+    return None if problem is None else f"The placement policy does not accept it: {problem}. {MEND_HINT}"

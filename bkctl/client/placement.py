@@ -430,15 +430,15 @@ def choose_ensemble(
     """
     acks = ack_quorum_size or write_quorum_size
     placement.rules.check(ensemble_size, write_quorum_size, acks)
-    chosen = _fill(
-        [None] * ensemble_size, {}, write_quorum_size, bookies, placement,
-        acks=acks, scoped=scoped, avoid=avoid, rng=rng,
+    chosen = choose_replacements(
+        [None] * ensemble_size, range(ensemble_size), write_quorum_size, bookies, placement,
+        scoped=scoped, ack_quorum_size=acks, avoid=avoid, rng=rng,
     )  # fmt: skip
     return tuple(chosen[index] for index in range(ensemble_size))
 
 
 def choose_replacements(
-    ensemble: Sequence[str],
+    ensemble: Sequence[str | None],
     indexes: Iterable[int],
     write_quorum_size: int,
     bookies: Iterable[RegisteredBookie],
@@ -450,20 +450,52 @@ def choose_replacements(
     avoid: Collection[str] = (),
     rng: random.Random | None = None,
 ) -> dict[int, str]:
-    """Return a replacement for the bookie at each of `indexes`; none is in the ensemble or in `exclude`.
+    """Return a replacement for the bookie at each of `indexes`, None in a new ensemble; none is in it or in `exclude`.
 
     Of the racks that leave every write quorum with enough racks, one without other bookies of the ensemble is
     preferred, and among these the rack of the bookie that leaves; its region is preferred to others. Raises as
     `choose_ensemble`. Where the policy must hold, replacements may leave as many write quorums that fail as there were
     before. Source: replaceBookie.
     """
-    former = {index: ensemble[index] for index in indexes}
-    kept = [None if index in former else bookie_id for index, bookie_id in enumerate(ensemble)]
-    unusable = {*ensemble, *exclude}
-    return _fill(
-        kept, former, write_quorum_size, bookies, placement,
-        acks=ack_quorum_size or write_quorum_size, scoped=scoped, exclude=unusable, avoid=avoid, rng=rng,
+    free, acks = sorted(set(indexes)), ack_quorum_size or write_quorum_size
+    exclude = {*filter(None, ensemble), *exclude}
+    rng = rng or random.SystemRandom()
+    bookies = list(bookies)
+    outside = placement.outside((bookie.bookie_id for bookie in bookies), len(ensemble))
+    usable = placement.drawn(
+        usable_bookies(bookies, len(free), scoped=scoped, exclude=outside.union(exclude), avoid=avoid, rng=rng),
+        avoid, rng,
     )  # fmt: skip
+    if not placement.applies or not free:
+        return dict(zip(free, usable, strict=False))
+    trusted = [bookie_id for bookie_id in usable if bookie_id not in avoid]
+    rules, judge = placement.rules, placement.judge(acks)
+    before = [None if bookie_id is None else placement.rack(bookie_id) for bookie_id in ensemble]
+    racks, former = before.copy(), dict[int, str]()
+    for index in free:
+        racks[index] = None
+        if (rack := before[index]) is not None:
+            former[index] = rack
+    preferred = former or ({free[0]: placement.local} if placement.local else {})
+    shelves = [shelf for each in (trusted, usable) if (shelf := _Shelf(each, placement, avoid)).count >= len(free)]
+    broken_max = _Striping(before, write_quorum_size, judge, Adherence.SOFT).broken_count if former else 0
+    for shelf in shelves:
+        for aim in judge.aims:
+            striping = _Striping(racks, write_quorum_size, judge, aim)
+            found = None if striping.broken_count else _search(striping, free, shelf, preferred, rng)
+            if found is not None:
+                return shelf.bookies(found)
+        striping = _Striping(racks, write_quorum_size, judge, Adherence.SOFT)
+        found = _spread(striping, free, shelf, preferred, rng)
+        if not rules.refuses(new=not former) or striping.broken_count <= broken_max:
+            return shelf.bookies(found)
+    in_racks = sorted({placement.rack(bookie_id) for bookie_id in usable} - {rules.default_location})
+    raise NotEnoughBookies(
+        f"{_NEEDS[rules.kind].format(rules=rules, racks=min(rules.count_min, write_quorum_size), acks=acks)}; the "
+        f"{len(usable)} usable bookies are in {', '.join(in_racks[:10]) or 'none'}{' …' if len(in_racks) > 10 else ''}",
+        hint="start bookies in other racks, or set racks with 'bkctl bookies racks set' "
+        f"({_SETTINGS[rules.kind]} is true)",
+    )
 
 
 def replace_bookies(
@@ -727,57 +759,6 @@ def _spread(
         striping.place(index, rack)
         stock[rack] -= 1
     return chosen
-
-
-def _fill(
-    kept: Sequence[str | None],
-    former: Mapping[int, str],
-    write_quorum_size: int,
-    bookies: Iterable[RegisteredBookie],
-    placement: Placement,
-    *,
-    acks: int,
-    scoped: bool,
-    exclude: Collection[str] = (),
-    avoid: Collection[str] = (),
-    rng: random.Random | None = None,
-) -> dict[int, str]:
-    """Return a bookie for each index where `kept` has None; `former` are the bookies that were there."""
-    free = [index for index, bookie_id in enumerate(kept) if bookie_id is None]
-    rng = rng or random.SystemRandom()
-    bookies = list(bookies)
-    outside = placement.outside((bookie.bookie_id for bookie in bookies), len(kept))
-    usable = placement.drawn(
-        usable_bookies(bookies, len(free), scoped=scoped, exclude=outside.union(exclude), avoid=avoid, rng=rng),
-        avoid, rng,
-    )  # fmt: skip
-    if not placement.applies or not free:
-        return dict(zip(free, usable, strict=False))
-    trusted = [bookie_id for bookie_id in usable if bookie_id not in avoid]
-    rules, judge = placement.rules, placement.judge(acks)
-    former_racks = {index: placement.rack(name) for index, name in former.items()}
-    preferred = former_racks or ({free[0]: placement.local} if placement.local else {})
-    racks = [None if bookie_id is None else placement.rack(bookie_id) for bookie_id in kept]
-    shelves = [shelf for each in (trusted, usable) if (shelf := _Shelf(each, placement, avoid)).count >= len(free)]
-    before = [former_racks.get(at, rack) for at, rack in enumerate(racks)]
-    broken_max = _Striping(before, write_quorum_size, judge, Adherence.SOFT).broken_count if former else 0
-    for shelf in shelves:
-        for aim in judge.aims:
-            striping = _Striping(racks, write_quorum_size, judge, aim)
-            found = None if striping.broken_count else _search(striping, free, shelf, preferred, rng)
-            if found is not None:
-                return shelf.bookies(found)
-        striping = _Striping(racks, write_quorum_size, judge, Adherence.SOFT)
-        found = _spread(striping, free, shelf, preferred, rng)
-        if not rules.refuses(new=not former) or striping.broken_count <= broken_max:
-            return shelf.bookies(found)
-    in_racks = sorted({placement.rack(bookie_id) for bookie_id in usable} - {rules.default_location})
-    raise NotEnoughBookies(
-        f"{_NEEDS[rules.kind].format(rules=rules, racks=min(rules.count_min, write_quorum_size), acks=acks)}; the "
-        f"{len(usable)} usable bookies are in {', '.join(in_racks[:10]) or 'none'}{' …' if len(in_racks) > 10 else ''}",
-        hint="start bookies in other racks, or set racks with 'bkctl bookies racks set' "
-        f"({_SETTINGS[rules.kind]} is true)",
-    )
 
 
 _NEEDS: Final = {

@@ -24,9 +24,13 @@ class _WaitingAnswer(FutureAnswer):
         self.reads, self.channel, self.request = reads, channel, request
 
     def __call__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
-        (outcome,) = outcomes
-        if type(outcome) is ReadResponse and outcome.body is not None and not self.reads.admit(self, len(outcome.body)):
-            outcome = outcome._replace(body=None)
+        (outcome,), reads = outcomes, self.reads
+        if type(outcome) is ReadResponse and outcome.body is not None:
+            if reads.room.admit(size := len(outcome.body)):
+                reads.sizes[self.future] = size
+            else:
+                reads.dropped[self.future] = self
+                outcome = outcome._replace(body=None)
         super().__call__(requests, (outcome,))
 
 
@@ -38,9 +42,9 @@ class WaitingReads:
 
     def __init__(self, access: LedgerAccess, room: WaitingBytes) -> None:
         self._access = access
-        self._room = room
-        self._sizes: dict[asyncio.Future[Response], int] = {}
-        self._dropped: dict[asyncio.Future[Response], _WaitingAnswer] = {}
+        self.room = room
+        self.sizes: dict[asyncio.Future[Response], int] = {}
+        self.dropped: dict[asyncio.Future[Response], _WaitingAnswer] = {}
 
     def send(self, channel: BookieChannel, request: ReadRequest) -> asyncio.Future[Response]:
         """Send a read, and return the future for `take` or `outcome`."""
@@ -48,18 +52,9 @@ class WaitingReads:
         channel.send_run((request,), answer, self._access.scoped)
         return answer.future
 
-    def admit(self, answer: _WaitingAnswer, size_bytes: int) -> bool:
-        """Return whether an answer with an entry of that size may wait; an answer that may not is dropped."""
-        is_admitted = self._room.admit(size_bytes)
-        if is_admitted:
-            self._sizes[answer.future] = size_bytes
-        else:
-            self._dropped[answer.future] = answer
-        return is_admitted
-
     def take(self, future: asyncio.Future[Response]) -> asyncio.Future[Response] | None:
         """Let the answer of a done future go at its turn; return the future of a second read if it was dropped."""
-        dropped = self._dropped.get(future)
+        dropped = self.dropped.get(future)
         self._forget(future)
         return None if dropped is None else dropped.channel.send(dropped.request, self._access.scoped)
 
@@ -79,5 +74,5 @@ class WaitingReads:
             future.add_done_callback(self._forget)
 
     def _forget(self, future: asyncio.Future[Response]) -> None:
-        self._room.free(self._sizes.pop(future, 0))
-        self._dropped.pop(future, None)
+        self.room.free(self.sizes.pop(future, 0))
+        self.dropped.pop(future, None)

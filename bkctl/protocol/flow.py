@@ -25,7 +25,6 @@ from bkctl.protocol.backpressure import (
 from bkctl.protocol.framing import FramedProtocol
 from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.limits import Deadlines, ServerLimits
-from bkctl.protocol.start_tls import TlsUpgrade
 
 #: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
 IN_FLIGHT_REQUESTS_MAX: Final = 10_000
@@ -80,7 +79,8 @@ class ControlledConnection(FramedProtocol):
         super().__init__(limits.frame_size_bytes)
         self._server = server
         self._is_shut = server.requires_tls  # nothing is served before TLS
-        self._tls = TlsUpgrade(server.tls, limits.tls_handshake_ms)
+        self._is_secure = False
+        self._handshake: asyncio.Task[None] | None = None  # stays after one that failed
         self._socket: asyncio.Transport | None = None  # below TLS; None without TLS
         self._held: deque[memoryview] = deque()  # answers that TLS has no room for
         self._held_size = 0
@@ -115,7 +115,7 @@ class ControlledConnection(FramedProtocol):
         self._held.clear()
         if self._impatience is not None:
             self._impatience.cancel()
-        self._tls.forget()
+        self._handshake = None  # its error would keep this connection in a cycle
         self._server.lost(self)
         self.reads.abandon()
         while self.on_lost:
@@ -217,7 +217,7 @@ class ControlledConnection(FramedProtocol):
 
     def _continue(self) -> None:
         self._continue_due = False
-        if not self._halted or self.is_lost or self._finishing or self.is_congested or self._tls.is_running:
+        if not self._halted or self.is_lost or self._finishing or self.is_congested or self._handshake is not None:
             return
         if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
             return
@@ -261,7 +261,7 @@ class ControlledConnection(FramedProtocol):
 
     def look(self, now_s: float) -> None:
         """Free room that the client does not fill, and close a connection that is past a deadline."""
-        if self._tls.is_running or self.is_lost or self._finishing:
+        if self._handshake is not None or self.is_lost or self._finishing:
             return
         self._trim()
         if self._halted:
@@ -311,9 +311,9 @@ class ControlledConnection(FramedProtocol):
         """Close at once."""
         if self._transport is not None:
             self._transport.abort()
-        if self._tls.is_running:
+        if self._handshake is not None:
             # In a handshake the transport reports the loss to TLS's own protocol, which may not pass it on.
-            self._tls.cancel()
+            self._handshake.cancel()
             self._loop.call_soon(self.connection_lost, None)
 
 

@@ -119,11 +119,6 @@ class FramedProtocol(asyncio.BufferedProtocol):
             self._buffer, self._start, self._end = memoryview(b""), 0, 0
 
     @property
-    def has_input(self) -> bool:
-        """True if input is left in the buffer."""
-        return self._start != self._end
-
-    @property
     def _is_reusable(self) -> bool:
         return not self._is_viewed and len(self._buffer) <= 2 * _RECEIVE_BYTES_MAX
 

@@ -13,6 +13,7 @@ from typing import Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import flow, v2, v3
+from bkctl.protocol.acceptor import release
 from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, RequestSlots
 from bkctl.protocol.flow import TLS_PIECE_BYTES, ControlledConnection, ServerState
 from bkctl.protocol.handler import ReadRunResponder, RequestHandler, Responder, RunHandler
@@ -101,7 +102,7 @@ class ServedConnection(ControlledConnection):
 
     def _gathered(self) -> None:
         self._gathering = None
-        if self.has_input and not self._halted:
+        if self._start != self._end and not self._halted:
             self._parse()
 
     def _parse(self) -> None:
@@ -204,11 +205,11 @@ class ServedConnection(ControlledConnection):
         elif isinstance(request, AuthMessage):
             response = _NO_AUTH
         elif isinstance(request, StartTlsRequest) and self._may_begin_tls:
-            assert self._transport is not None
             self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
             self._flush()
             self.halt()
-            self._tls.begin(self, self._transport, self._end_handshake)
+            assert self._transport is not None
+            self._handshake = self._loop.create_task(self._shake_hands(self._transport))
             return
         else:
             response = BareResponse(Status.EBADREQ)
@@ -221,16 +222,30 @@ class ServedConnection(ControlledConnection):
 
         A transport that is full of clear text would tell TLS that it has room again, and not this connection.
         """
-        if self._transport is None or not self._tls.is_possible or self._in_flight:
+        if self._transport is None or self._server.tls is None or self._is_secure or self._handshake or self._in_flight:
             return False
         return self._out_size + self._transport.get_write_buffer_size() <= PLAIN_FRAME_BYTES_MAX
 
-    def _end_handshake(self, transport: asyncio.Transport | None) -> None:
-        """Serve the client on `transport` under TLS; close the connection after a failed handshake (None)."""
-        if transport is None:
+    async def _shake_hands(self, plain: asyncio.Transport) -> None:
+        """Serve the client under TLS; close the connection after a failed handshake."""
+        assert self._server.tls is not None
+        if self._start != self._end:
+            # Requests in clear text behind START_TLS would be taken for authenticated ones.
+            plain.abort()
+            return
+        try:
+            transport = await self._loop.start_tls(
+                plain, self, self._server.tls, server_side=True,
+                ssl_handshake_timeout=self._server.limits.tls_handshake_ms / 1000,
+            )  # fmt: skip
+        except OSError as error:
+            release(error)
+            transport = None
+        if transport is None or transport.is_closing():
             self._server.ended["handshake"] += 1
             self.abort()
             return
+        self._is_secure, self._handshake = True, None
         self._socket = self._transport
         self._use(transport)
         transport.set_write_buffer_limits(high=TLS_PIECE_BYTES)

@@ -1,7 +1,7 @@
 """A bookie's server: accepts clients on one address, and gives their requests to a handler.
 
 The parts: `served_connection.py` (one client) over `flow.py`, `handler.py` (the bookie's side), `backpressure.py` and
-`limits.py` (bounds and deadlines), `start_tls.py`. Source: BookieNettyServer.
+`limits.py` (bounds and deadlines). Source: BookieNettyServer.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Where bookies have racks,
     finds ensembles that the placement policy of --conf does not accept. Exit code 3 if there are findings.
     """
-    from bkctl.client.racks import misplacement
+    from bkctl.client.ledger_survey import misplacement
     from bkctl.metadata.admin.check import check_metadata
 
     from ..bookies.members import find_placement
