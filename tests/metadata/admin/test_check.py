@@ -12,7 +12,7 @@ import pytest
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.check import check_metadata, impossibilities, orphans, remove_orphan
+from bkctl.metadata.admin.check import check_metadata, impossibilities, orphans, remove_orphans
 from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_findings
 from bkctl.metadata.admin.ledger_changes import replace_bookie
 from bkctl.metadata.admin.overview import walk
@@ -151,7 +151,7 @@ def test_orphans_are_listed_and_removable_ones_removed(cluster: Cluster) -> None
     ]
     assert found[-1].node_count == 2
     for each in found[:2]:
-        remove_orphan(cluster, each)
+        remove_orphans(cluster, [each])
     assert [ledger for ledger, _ in marks.list(None)] == [SCOPED]
 
 
