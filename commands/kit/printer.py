@@ -87,7 +87,7 @@ class Printer:
         self.end_with_stdout()
         self.clear_activity()
         is_table = self.output in (Output.TABLE, Output.WIDE)
-        take = self._pages(columns, seconds, single=single) if is_table else self._changes(columns, key)
+        take = _take_pages(self, columns, seconds, single=single) if is_table else _take_changes(self, columns, key)
         changed = threading.Event()
         cancel = subscribe(changed.set) if subscribe is not None else lambda: None
         try:
@@ -98,31 +98,6 @@ class Printer:
                     time.sleep(SETTLE_S)
         finally:
             cancel()
-
-    def _pages(self, columns: Columns, seconds: float, *, single: bool) -> Callable[[Iterable[Any]], None]:
-        """Return a function that prints rows as the next page."""
-        pages = _Pages(f", every {seconds:g} s; Ctrl-C ends it", self.color)
-
-        def take(rows: Iterable[Any]) -> None:
-            page = _Page()
-            if single:
-                row = next(iter(rows))
-                show(row, columns, self.output, stream=page, color=self.color, selection=self.selection)
-            else:
-                settings: dict[str, Any] = {"stream": page, "color": self.color, "note": partial(print, file=page)}
-                with open_writer(columns, self.output, self.selection, **settings) as writer:
-                    writer.rows(rows)
-            pages.print(page.getvalue())
-
-        return take
-
-    def _changes(self, columns: Columns, key: Callable[[Any], Any] | None) -> Callable[[Iterable[Any]], None]:
-        """Return a function that prints those of the rows that are new or changed, and in ndjson the removed ones."""
-        if self.selection.order is not None:
-            raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {self.output}")
-        shown = self.selection.of(columns, self.output)
-        # Only single objects have no ids.
-        return _Rows(shown, self.output, key or (shown.key.getter() if shown.key is not None else lambda _: None)).print
 
     def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> RowWriter:
         """Return a writer to give rows to one by one, a context manager.
@@ -254,6 +229,33 @@ class Printer:
 
 #: Several changes at once are shown together.
 SETTLE_S: Final = 0.1
+
+
+def _take_pages(out: Printer, columns: Columns, seconds: float, *, single: bool) -> Callable[[Iterable[Any]], None]:
+    """Return a function that prints rows as the next page."""
+    pages = _Pages(f", every {seconds:g} s; Ctrl-C ends it", out.color)
+
+    def take(rows: Iterable[Any]) -> None:
+        page = _Page()
+        if single:
+            row = next(iter(rows))
+            show(row, columns, out.output, stream=page, color=out.color, selection=out.selection)
+        else:
+            settings: dict[str, Any] = {"stream": page, "color": out.color, "note": partial(print, file=page)}
+            with open_writer(columns, out.output, out.selection, **settings) as writer:
+                writer.rows(rows)
+        pages.print(page.getvalue())
+
+    return take
+
+
+def _take_changes(out: Printer, columns: Columns, key: Callable[[Any], Any] | None) -> Callable[[Iterable[Any]], None]:
+    """Return a function that prints new and changed rows, and in ndjson removed ones."""
+    if out.selection.order is not None:
+        raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {out.output}")
+    shown = out.selection.of(columns, out.output)
+    # Only single objects have no ids.
+    return _Rows(shown, out.output, key or (shown.key.getter() if shown.key is not None else lambda _: None)).print
 
 
 class _Page(StringIO):
