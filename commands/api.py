@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 app = group()
 console_app = group()
 
-BookieTokenFile = Annotated[
-    Path | None,
-    typer.Option("--bookie-token-file", metavar="FILE", help="The token of the bookies' servers (else none)."),
-]
+
+def _file(flag: str, help: str) -> Any:
+    return typer.Option(flag, metavar="FILE", help=help)
+
+
+GivenFile = Path | None
+BookieTokenFile = Annotated[GivenFile, _file("--bookie-token-file", "The token of the bookies' servers (else none).")]
 
 
 class Gateway(NamedTuple):
@@ -61,28 +64,18 @@ def serve(
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port to listen on; 0: any.")] = "8080",
     token_file: Annotated[
-        Path | None,
-        typer.Option("--token-file", metavar="FILE", help="Clients must send this token (else BKCTL_API_TOKEN)."),
+        GivenFile, _file("--token-file", "Clients must send this token (else BKCTL_API_TOKEN).")
     ] = None,
     bookie_token_file: BookieTokenFile = None,
     read_only_token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--read-only-token-file", metavar="FILE", help="Clients that send this token may read, without secrets."
-        ),
+        GivenFile, _file("--read-only-token-file", "Clients that send this token may read, without secrets.")
     ] = None,
-    server_certificate: Annotated[
-        Path | None, typer.Option("--server-cert", metavar="FILE", help="Serve https with this PEM certificate.")
-    ] = None,
+    server_certificate: Annotated[GivenFile, _file("--server-cert", "Serve https with this PEM certificate.")] = None,
     server_key: Annotated[
-        Path | None,
-        typer.Option("--server-key", metavar="FILE", help="Private key of --server-cert, if not in the same file."),
+        GivenFile, _file("--server-key", "Private key of --server-cert, if not in the same file.")
     ] = None,
     client_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--client-ca", metavar="FILE", help="Accept clients whose certificate these authorities (PEM) signed."
-        ),
+        GivenFile, _file("--client-ca", "Accept clients whose certificate these authorities (PEM) signed.")
     ] = None,
     closed_probes: Annotated[bool, typer.Option("--closed-probes", help="/heartbeat requires the token too.")] = False,
 ) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
 from .kit.audit import audit_file, run_result
+from .kit.columns import field_column
 from .kit.command import Printer, command, group, object_of, rows_of
 from .kit.options import count_option, duration_option
 from .kit.texts import GREEN, RED, YELLOW, duration_text
@@ -28,54 +29,36 @@ app = group()
 LINE_SIZE_BYTES_MAX = 1 << 20
 
 
-class AuditedRun(NamedTuple):
-    """One run of a command: the fields of its last line in the log."""
-
-    began: str | None
-    fields: dict[str, Any]
-
-    @property
-    def result(self) -> str:
-        """`done`, `findings`, `failed`, `interrupted`, or `unfinished`: it runs, or was killed."""
-        return run_result(self.fields.get("exitCode"))
-
-    def is_after(self, earliest: float | None) -> bool:
-        """Return True for a run that began later; False where its time cannot be read."""
-        with suppress(ValueError):
-            return earliest is None or datetime.fromisoformat(str(self.began)).timestamp() >= earliest
-        return False
-
-
-def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
-    return Column(title, name, lambda row: row.fields.get(name), kind, **settings)
+#: One run of a command: the fields of its last line in the log, the time of its first, and its result.
+AuditedRun = dict[str, Any]
 
 
 def _command(row: AuditedRun) -> str:
-    words = row.fields.get("command")
+    words = row.get("command")
     return shlex.join(map(str, words)) if isinstance(words, list) else ""
 
 
 _STYLE = {"done": GREEN, "failed": RED, "findings": YELLOW, "unfinished": YELLOW, "interrupted": YELLOW}
 AUDIT_TABLE_COLUMNS = Columns(
-    _field("ID", "id"),
-    Column("TIME", "time", "began"),
-    _field("USER", "user"),
-    Column("RESULT", "result", "result", style=_STYLE),
+    field_column("ID", "id"),
+    field_column("TIME", "time"),
+    field_column("USER", "user"),
+    field_column("RESULT", "result", style=_STYLE),
     Column("COMMAND", "command", _command, flexible=True, wraps=True),
     key="id",
     none="The audit log has no such command",
 )
 AUDIT_COLUMNS = AUDIT_TABLE_COLUMNS.and_also(
-    _field("EXIT CODE", "exitCode", Kind.INTEGER),
-    _field("DURATION", "seconds", Kind.NESTED, text=duration_text),
-    _field("CLUSTER", "metadataUri"),
-    _field("CONNECTION", "connection"),
-    _field("ACCEPTED LOSS", "acceptedLoss"),
-    _field("ERROR", "error"),
-    _field("UNDO FILE", "undoFile"),
-    _field("DIRECTORY", "directory"),
-    _field("HOST", "host"),
-    _field("PID", "pid", Kind.INTEGER),
+    field_column("EXIT CODE", "exitCode", Kind.INTEGER),
+    field_column("DURATION", "seconds", Kind.NESTED, text=duration_text),
+    field_column("CLUSTER", "metadataUri"),
+    field_column("CONNECTION", "connection"),
+    field_column("ACCEPTED LOSS", "acceptedLoss"),
+    field_column("ERROR", "error"),
+    field_column("UNDO FILE", "undoFile"),
+    field_column("DIRECTORY", "directory"),
+    field_column("HOST", "host"),
+    field_column("PID", "pid", Kind.INTEGER),
 )
 
 
@@ -86,8 +69,8 @@ def _runs() -> list[AuditedRun]:
         raise NotFound("The audit log is switched off by BKCTL_AUDIT_LOG", hint="unset it, or let it name a file")
     runs: dict[str, AuditedRun] = {}
     for fields in chain.from_iterable(map(_lines, (Path(f"{path}.1"), path))):
-        before = runs.get(fields["id"])
-        runs[fields["id"]] = AuditedRun(fields.get("time") if before is None else before.began, fields)
+        began = runs.get(fields["id"], fields).get("time")
+        runs[fields["id"]] = {**fields, "time": began, "result": run_result(fields.get("exitCode"))}
     return list(runs.values())
 
 
@@ -115,7 +98,7 @@ def list_runs(
     Reads the audit log of this user on this machine, or the file that BKCTL_AUDIT_LOG names.
     """
     earliest = None if since is None else time.time() - since
-    found = [each for each in _runs() if (not failed or each.result != "done") and each.is_after(earliest)]
+    found = [each for each in _runs() if (not failed or each["result"] != "done") and _is_after(each, earliest)]
     wanted = limit or 50
     out.render(found[-wanted:], out.table_columns(AUDIT_TABLE_COLUMNS, AUDIT_COLUMNS))
     if not found:
@@ -124,13 +107,20 @@ def list_runs(
         out.note(f"{wanted:,} of {len(found):,} runs; --limit lists more")
 
 
+def _is_after(run: AuditedRun, earliest: float | None) -> bool:
+    """Return True for a run that began later; False where its time cannot be read."""
+    with suppress(ValueError):
+        return earliest is None or datetime.fromisoformat(str(run["time"])).timestamp() >= earliest
+    return False
+
+
 @command(app, "show", examples=("bkctl audit show last",), prints=object_of(AUDIT_COLUMNS))
 def show(
     out: Printer, name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")]
 ) -> None:
     """Show one run: who, when, what, its result and its undo file."""
     runs = _runs()
-    found = runs[-1:] if name == "last" else [each for each in runs if name and each.fields["id"].startswith(name)]
+    found = runs[-1:] if name == "last" else [each for each in runs if name and each["id"].startswith(name)]
     if not found:
         raise NotFound(f"No run {name} in the audit log", hint="'bkctl audit list' shows them")
     if len(found) > 1:

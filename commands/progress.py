@@ -13,6 +13,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from .kit.columns import field_column
 from .kit.command import Printer, Run, command, group, object_of, rows_of
 from .kit.options import WatchOption, parse_pace
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
@@ -24,10 +25,6 @@ app = group(default="show", takes_words=True)
 _ANSWER_S: Final = 5.0
 #: The state of one run of a command that works for long.
 Work = dict[str, Any]
-
-
-def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
-    return Column(title, name, lambda row: row.get(name), kind, **settings)
 
 
 def _in_units(row: Work, name: str, form: str = "{}") -> str | None:
@@ -47,14 +44,14 @@ def _limit(row: Work) -> str | None:
     return None if steps is None else f"{steps:g}/s"
 
 
-_ID = _field("ID", "id")
-_STATE = _field(
+_ID = field_column("ID", "id")
+_STATE = field_column(
     "STATE", "state",
     style={"running": GREEN, "done": GREEN, "failed": RED, "killed": RED, "paused": YELLOW, "interrupted": YELLOW},
 )  # fmt: skip
-_STAGE = _field("STAGE", "stage")
-_PERCENT = _field("PERCENT", "percent", Kind.INTEGER, text=lambda value: f"{value}%")
-_ETA = _field("TIME LEFT", "etaSeconds", Kind.INTEGER, text=duration_text)
+_STAGE = field_column("STAGE", "stage")
+_PERCENT = field_column("PERCENT", "percent", Kind.INTEGER, text=lambda value: f"{value}%")
+_ETA = field_column("TIME LEFT", "etaSeconds", Kind.INTEGER, text=duration_text)
 _SINCE = Column("SINCE", "since", lambda row: row.get("began"), Kind.TIME)
 _COMMAND = Column("COMMAND", "command", lambda row: shlex.join(row["command"]), flexible=True, wraps=True)
 WORK_TABLE_COLUMNS = Columns(
@@ -75,19 +72,19 @@ WORK_COLUMNS = Columns(
     _ID,
     _STATE,
     _STAGE,
-    _field("DONE", "done", Kind.INTEGER),
-    _field("TOTAL", "total", Kind.INTEGER),
-    _field("UNIT", "unit"),
+    field_column("DONE", "done", Kind.INTEGER),
+    field_column("TOTAL", "total", Kind.INTEGER),
+    field_column("UNIT", "unit"),
     _PERCENT,
-    _field("RATE", "rate", Kind.NESTED),
+    field_column("RATE", "rate", Kind.NESTED),
     _ETA,
     _SINCE,
-    _field("ENDED", "ended", Kind.TIME),
+    field_column("ENDED", "ended", Kind.TIME),
     Column("LIMIT", "limit", _limit),
-    _field(None, "bytesPerSecondMax", Kind.NESTED),
-    _field(None, "stepsPerSecondMax", Kind.NESTED),
+    field_column(None, "bytesPerSecondMax", Kind.NESTED),
+    field_column(None, "stepsPerSecondMax", Kind.NESTED),
     Column("CAN BE PAUSED", "steerable", lambda row: row.get("isSteerable"), Kind.BOOLEAN),
-    _field("PID", "pid", Kind.INTEGER),
+    field_column("PID", "pid", Kind.INTEGER),
     _COMMAND,
     key="id",
 )

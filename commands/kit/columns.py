@@ -50,6 +50,11 @@ def with_hex(title: str, name: str, source: Source) -> tuple[Column, Column]:
     return number, hex_column(f"{name}Hex", digits)
 
 
+def field_column(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
+    """Return the column of a field of rows that are dicts, which may lack it."""
+    return Column(title, name, lambda row: row.get(name), kind, **settings)
+
+
 def payload_column(payload: Callable[[Any], bytes | None], form: str | None) -> Column:
     """Return the column of an entry's payload as `form` writes it; None: base64, in a table text where it is text."""
 

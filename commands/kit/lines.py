@@ -9,7 +9,7 @@ from itertools import repeat
 from json.encoder import JSONEncoder
 from json.encoder import encode_basestring_ascii as quote
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from bkctl.columns import LEDGER_FIELDS, Column, Columns, Constant, Kind, SharedObject, base64_text, iso_time
 from bkctl.ids import LedgerId
@@ -76,38 +76,30 @@ def nested_text(value: Any) -> str:
 
 #: A function value → text; None: the value is written as str writes it.
 _Text = Callable[[Any], str] | None
-_JSON_TEXTS: Final[Mapping[Kind, _Text]] = {
-    Kind.LEDGER: _ledger_json,
-    Kind.INTEGER: None,
-    Kind.SIZE: None,
-    Kind.TEXT: quote,
-    Kind.WORD: quote,
-    Kind.BOOLEAN: _truth,
-    Kind.TIME: lambda value: f'"{iso_time(value)}"',
-    Kind.BINARY: lambda value: f'"{base64_text(value)}"',
-    Kind.NESTED: _nested_json,
-}
-_CSV_TEXTS: Final[Mapping[Kind, _Text]] = {
-    Kind.LEDGER: lambda ledger: ",".join(ledger.to_json().values()),
-    Kind.INTEGER: None,
-    Kind.SIZE: None,
-    Kind.TEXT: csv_cell,
-    Kind.WORD: csv_cell,
-    Kind.BOOLEAN: _truth,
-    Kind.TIME: iso_time,
-    Kind.BINARY: base64_text,
-    Kind.NESTED: lambda value: csv_cell(value if isinstance(value, str) else _nested_json(value)),
-}
-_TABLE_TEXTS: Final[Mapping[Kind, Callable[[Any], str]]] = {
-    Kind.LEDGER: str,
-    Kind.INTEGER: str,
-    Kind.SIZE: size_text,
-    Kind.TEXT: lambda value: plain(str(value)),
-    Kind.WORD: words,
-    Kind.BOOLEAN: lambda value: "yes" if value else "no",
-    Kind.TIME: lambda value: re.sub(r"\.\d{3}Z$", "Z", iso_time(value)),
-    Kind.BINARY: base64_text,
-    Kind.NESTED: nested_text,
+
+
+class _KindTexts(NamedTuple):
+    """The texts of values of one kind, by form."""
+
+    json: _Text
+    csv: _Text
+    table: Callable[[Any], str]
+
+
+_TEXTS: Final[Mapping[Kind, _KindTexts]] = {
+    Kind.LEDGER: _KindTexts(_ledger_json, lambda ledger: ",".join(ledger.to_json().values()), str),
+    Kind.INTEGER: _KindTexts(None, None, str),
+    Kind.SIZE: _KindTexts(None, None, size_text),
+    Kind.TEXT: _KindTexts(quote, csv_cell, lambda value: plain(str(value))),
+    Kind.WORD: _KindTexts(quote, csv_cell, words),
+    Kind.BOOLEAN: _KindTexts(_truth, _truth, lambda value: "yes" if value else "no"),
+    Kind.TIME: _KindTexts(
+        lambda value: f'"{iso_time(value)}"', iso_time, lambda value: re.sub(r"\.\d{3}Z$", "Z", iso_time(value))
+    ),
+    Kind.BINARY: _KindTexts(lambda value: f'"{base64_text(value)}"', base64_text, base64_text),
+    Kind.NESTED: _KindTexts(
+        _nested_json, lambda value: csv_cell(value if isinstance(value, str) else _nested_json(value)), nested_text
+    ),
 }
 
 
@@ -118,7 +110,7 @@ def cell_text(column: Column, value: Any) -> str:
 
 def _table_text(column: Column) -> Callable[[Any], str]:
     text = column.text
-    return _TABLE_TEXTS[column.kind] if text is None else lambda value: plain(text(value))
+    return _TEXTS[column.kind].table if text is None else lambda value: plain(text(value))
 
 
 class _Field:
@@ -232,18 +224,18 @@ def _line_fields(columns: Columns, output: Output) -> Iterator[_Field]:
         assert columns.key is not None, "RowSelection.of refuses -o id"
         kind = columns.key.kind
         # Other programs read ids, so a ledger's has its normal form, however it was given.
-        text = LedgerId.__str__ if kind is Kind.LEDGER else _TABLE_TEXTS[Kind.TEXT if kind is Kind.WORD else kind]
+        text = LedgerId.__str__ if kind is Kind.LEDGER else _TEXTS[Kind.TEXT if kind is Kind.WORD else kind].table
         yield _Field(columns.key, text, NULL)
     elif output is Output.CSV:
         for column in columns.columns:
-            yield _Field(column, _CSV_TEXTS[column.kind], ",," if column.kind is Kind.LEDGER else "", ",")
+            yield _Field(column, _TEXTS[column.kind].csv, ",," if column.kind is Kind.LEDGER else "", ",")
     else:
         for column in sorted(columns.columns, key=lambda column: column.optional):
             yield _json_field(column)
 
 
 def _json_field(column: Column) -> _Field:
-    text = _JSON_TEXTS[column.kind]
+    text = _TEXTS[column.kind].json
     before, null = f',"{column.name}":', "null"
     if column.kind is Kind.LEDGER:
         before, null = ",", ",".join(f'"{name}":null' for name in LEDGER_FIELDS)

@@ -202,6 +202,8 @@ class SortedWriter(RowWriter):
         #: The keys of the rows that have no text yet, and (key, row as it is printed) of the rows that have.
         self._keys: list[tuple[Any, ...]] = []
         self._kept: list[tuple[tuple[Any, ...], Any]] = []
+        #: The key of the last row within the limit, once there are more.
+        self._cutoff: tuple[Any, ...] | None = None
         self._file: BinaryIO | None = None
         #: The blocks of each run: offset and size of a pickled part of `_kept`.
         self._runs: list[list[tuple[int, int]]] = []
@@ -233,7 +235,10 @@ class SortedWriter(RowWriter):
 
     def row(self, row: Any) -> None:
         """Keep one row."""
-        self._keys.append(self._order.key(self._value(row)))
+        key = self._order.key(self._value(row))
+        if self._cutoff is not None and (key <= self._cutoff if self._order.reverse else key >= self._cutoff):
+            return
+        self._keys.append(key)
         self._rows.append(self._fields.values(row))
         if len(self._rows) >= min(BATCH_ROWS, SORTED_ROWS):
             self._flush()
@@ -266,6 +271,7 @@ class SortedWriter(RowWriter):
         limit = self._selection.limit
         if limit is not None and limit <= SORTED_ROWS // 2:
             del self._kept[limit:]
+            self._cutoff = self._kept[-1][0] if limit else None
             return
         import pickle
         from tempfile import TemporaryFile

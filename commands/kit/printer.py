@@ -82,13 +82,22 @@ class Printer:
                 return self.show(next(iter(rows)), columns)
             self.render(rows, columns, findings=findings)
             return None
+        if self.output in (Output.JSON, Output.YAML):
+            raise UsageError(f"--watch has no end, and -o {self.output} is one document", hint="use -o ndjson")
         self.end_with_stdout()
         self.clear_activity()
-        watch(
-            look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color,
-            selection=self.selection, key=key,
-        )  # fmt: skip
-        return None
+        is_table = self.output in (Output.TABLE, Output.WIDE)
+        take = _take_pages(self, columns, seconds, single=single) if is_table else _take_changes(self, columns, key)
+        changed = threading.Event()
+        cancel = subscribe(changed.set) if subscribe is not None else lambda: None
+        try:
+            while True:
+                changed.clear()
+                take(look())
+                if changed.wait(seconds):
+                    time.sleep(SETTLE_S)
+        finally:
+            cancel()
 
     def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> RowWriter:
         """Return a writer to give rows to one by one, a context manager.
@@ -222,52 +231,31 @@ class Printer:
 SETTLE_S: Final = 0.1
 
 
-def watch(
-    look: Callable[[], Iterable[Any]],
-    columns: Columns,
-    output: Output,
-    *,
-    seconds: float,
-    subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None,
-    single: bool,
-    color: bool,
-    selection: RowSelection,
-    key: Callable[[Any], Any] | None,
-) -> None:
-    """Watch as Run.watch describes. Never returns; raises the errors of `look`."""
-    if output in (Output.JSON, Output.YAML):
-        raise UsageError(f"--watch has no end, and -o {output} is one document", hint="use -o ndjson")
-    take: Callable[[Iterable[Any]], None]
-    if output in (Output.TABLE, Output.WIDE):
-        pages = _Pages(f", every {seconds:g} s; Ctrl-C ends it", color)
+def _take_pages(out: Printer, columns: Columns, seconds: float, *, single: bool) -> Callable[[Iterable[Any]], None]:
+    """Return a function that prints rows as the next page."""
+    pages = _Pages(f", every {seconds:g} s; Ctrl-C ends it", out.color)
 
-        def take(rows: Iterable[Any]) -> None:
-            page = _Page()
-            if single:
-                show(next(iter(rows)), columns, output, stream=page, color=color, selection=selection)
-            else:
-                note = partial(print, file=page)
-                with open_writer(columns, output, selection, stream=page, color=color, note=note) as writer:
-                    writer.rows(rows)
-            pages.print(page.getvalue())
+    def take(rows: Iterable[Any]) -> None:
+        page = _Page()
+        if single:
+            row = next(iter(rows))
+            show(row, columns, out.output, stream=page, color=out.color, selection=out.selection)
+        else:
+            settings: dict[str, Any] = {"stream": page, "color": out.color, "note": partial(print, file=page)}
+            with open_writer(columns, out.output, out.selection, **settings) as writer:
+                writer.rows(rows)
+        pages.print(page.getvalue())
 
-    elif selection.order is not None:
-        raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {output}")
-    else:
-        shown = selection.of(columns, output)
-        # Only single objects have no ids.
-        take = _Rows(shown, output, key or (shown.key.getter() if shown.key is not None else lambda _: None)).print
-    changed = threading.Event()
-    cancel = subscribe(changed.set) if subscribe is not None else None
-    try:
-        while True:
-            changed.clear()
-            take(look())
-            if changed.wait(seconds):
-                time.sleep(SETTLE_S)
-    finally:
-        if cancel is not None:
-            cancel()
+    return take
+
+
+def _take_changes(out: Printer, columns: Columns, key: Callable[[Any], Any] | None) -> Callable[[Iterable[Any]], None]:
+    """Return a function that prints new and changed rows, and in ndjson removed ones."""
+    if out.selection.order is not None:
+        raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {out.output}")
+    shown = out.selection.of(columns, out.output)
+    # Only single objects have no ids.
+    return _Rows(shown, out.output, key or (shown.key.getter() if shown.key is not None else lambda _: None)).print
 
 
 class _Page(StringIO):

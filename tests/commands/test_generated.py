@@ -359,6 +359,14 @@ def test_shells_complete_ids_and_file_names(
     assert completes(f"bkctl entrylog read --dir {tmp_path}/ledgers ", "1f.log", "scoped/1f.log")
 
 
+@pytest.mark.parametrize("complete", SHELLS[1:])
+def test_shells_complete_files(complete: object, shell_environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "bk_server.conf").touch()
+    for line in (f"bkctl ledger list --conf {tmp_path}/bk_s", f"bkctl ledger list --conf={tmp_path}/bk_s"):
+        found = complete(line, shell_environment)  # type: ignore[operator]
+        assert [each.rpartition("/")[2] for each in found] == ["bk_server.conf"]
+
+
 def test_answers_of_a_cluster_are_kept_for_a_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bkctl.formats.entry import DigestType
     from bkctl.formats.metadata import Fragment, LedgerMetadata

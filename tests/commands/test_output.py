@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from array import array
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -339,13 +340,13 @@ def test_many_rows_are_sorted_as_few_are(
 ) -> None:
     """Equal rows stay in the order in which they came."""
     selection = RowSelection(None, RowOrder.parse(order), limit)
-    rows = [*JSON_ROWS, *ROWS, *reversed(JSON_ROWS)] * 4
-    numbered = Columns(*ODD_COLUMNS.columns, Column("PLACE", "place", lambda row: next(places), Kind.INTEGER))
+    given = [*JSON_ROWS, *ROWS, *reversed(JSON_ROWS)] * 4
+    rows = [SimpleNamespace(**row._asdict(), place=place) for place, row in enumerate(given)]
+    numbered = Columns(*ODD_COLUMNS.columns, Column("PLACE", "place", "place", Kind.INTEGER))
     texts = []
     for count in (10_000, 7):
         monkeypatch.setattr("bkctl.commands.kit.output.SORTED_ROWS", count)
         monkeypatch.setattr("bkctl.commands.kit.output._BLOCK_ROWS", 3)
-        places = iter(range(len(rows)))
         with open_writer(numbered, output, selection, stream=(stream := io.StringIO())) as writer:
             writer.rows(rows)
         texts.append(stream.getvalue())

@@ -122,4 +122,4 @@ def test_completions_hold_nothing_that_a_shell_expands(tmp_path: Path) -> None:
             "x y",
         ):
             cluster.store.put(f"cookies/{name}", b"", NEW)
-    assert list(candidates("bookie", ["bookies", "show", "-u", uri, ""])) == sorted(good)
+    assert list(candidates("bookie", {"g_metadata_uri": [uri]}, "")) == sorted(good)

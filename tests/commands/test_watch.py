@@ -17,8 +17,9 @@ from support.waiting import LIMIT_S
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.commands.generate import read_pages
-from bkctl.commands.kit.columns import ALL, Output
-from bkctl.commands.kit.printer import watch
+from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.printer import Printer
+from bkctl.commands.kit.settings import GlobalOptions, Session
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
@@ -85,12 +86,17 @@ FINDING_COLUMNS = Columns(
 B1, B2 = Finding("down", "b1"), Finding("down", "b2")
 
 
-def watched(*looks: Iterable[Any], key: Callable[[Any], Any] | None = None, **settings: Any) -> None:
+def watched(
+    *looks: Iterable[Any],
+    key: Callable[[Any], Any] | None = None,
+    columns: Columns = FINDING_COLUMNS,
+    output: Output = Output.NDJSON,
+) -> None:
     """Watch until the looks are used up."""
     following = iter(looks)
-    how: dict[str, Any] = {"columns": FINDING_COLUMNS, "output": Output.NDJSON, "selection": ALL, **settings}
+    options = GlobalOptions(output=output)
     with pytest.raises(StopIteration):
-        watch(lambda: next(following), seconds=0, subscribe=None, single=False, color=False, key=key, **how)
+        Printer(Session(no_color=True), options, options).watch(0, lambda: next(following), columns, key=key)
 
 
 def changes(out: str) -> list[tuple[str, int, bool]]:
