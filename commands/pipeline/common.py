@@ -70,11 +70,6 @@ class GivenBookies(NamedTuple):
     places: list[str]
     facts: str | None
 
-    @property
-    def are_default(self) -> bool:
-        """Return whether none is named."""
-        return not self.places and self.facts is None
-
 
 def _given_bookies(places: list[str] | None, facts: str | None) -> GivenBookies:
     if places and facts is not None:
@@ -103,11 +98,6 @@ class SparkSettings(NamedTuple):
     archives: list[str]
     ship: bool | None
 
-    @property
-    def are_default(self) -> bool:
-        """Return whether no option is given."""
-        return self == (None, {}, [], None)
-
 
 def _spark_settings(
     master: str | None, texts: list[str] | None, archives: list[str] | None, ship: bool | None
@@ -126,6 +116,7 @@ def _spark_settings(
     return SparkSettings(master, settings, archives or [], ship)
 
 
+NO_SPARK_OPTIONS: Final = _spark_settings(None, None, None, None)
 _PANEL = "Spark options"
 
 _SPARK: Final = combined(
@@ -212,7 +203,7 @@ def read_job(
     bookies = read_bookies(run, places)
     if connects:
         check_cluster(run)
-    if not spark.are_default or saves.need_spark:
+    if spark != NO_SPARK_OPTIONS or saves.need_spark:
         with spark_job(run, spark, label, saves, columns) as session:
             yield Job(session, bookies, connection)
         return

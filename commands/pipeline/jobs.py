@@ -432,7 +432,7 @@ def journal_audit(
     entry that is not replayed belongs to a live ledger. --by entry shows the unlogged entries; --by ledger, bookie and
     log show their ranges: of all bookies, of one, or of one journal.
     """
-    connects = run.access.names_metadata or (given.places.are_default and run.access.conf is None)
+    connects = run.access.names_metadata or (given.places == ([], None) and run.access.conf is None)
     result_of = partial(JournalAuditResult, ledgers=ledgers)
     show_result(run, given, "journal audit", by, AUDIT_COLUMNS, result_of, "Journals", connects=connects)
 

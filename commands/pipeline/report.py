@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
@@ -32,18 +33,10 @@ _GARBAGE: Final = {
 }
 
 
-class _Part(NamedTuple):
-    """The result of one job of a report."""
-
-    job: str
-    findings: int
-    summary: str
-
-
 REPORT_COLUMNS = Columns(
-    Column("JOB", "job", "job"),
-    Column("FINDINGS", "findings", "findings", Kind.INTEGER),
-    Column("SUMMARY", "summary", "summary"),
+    Column("JOB", "job", itemgetter(0)),
+    Column("FINDINGS", "findings", itemgetter(1), Kind.INTEGER),
+    Column("SUMMARY", "summary", itemgetter(2)),
     key="job",
 )
 
@@ -93,21 +86,22 @@ def report(
         results = (sized, checked, wasted, audited)
         sections = [section for result in results for section in result.sections()] if saves else []
         parts = [
-            _Part(
+            (
                 "inventory", len(sized.damages),
                 f"{size_text(sums['size'])} in {sums['entryCount']:,} entries on "
                 f"{counted(len(job.bookies), 'bookie', 'bookies')}",
             ),
-            _Part("integrity", checked.result.findings.count(), "; ".join(checked.lines)),
-            _Part("garbage", len(wasted.problems()), wasted.summary()),
-            _Part("journal-audit", audited.finding_count(Sums()), audited.summary()),
+            ("integrity", checked.result.findings.count(), "; ".join(checked.lines)),
+            ("garbage", len(wasted.problems()), wasted.summary()),
+            ("journal-audit", audited.finding_count(Sums()), audited.summary()),
         ]  # fmt: skip
         if textfile is not None:
-            findings = {part.job: part.findings for part in parts}
-            _write_textfile(textfile, findings, inventory, wasted.rows(GarbageBy.BOOKIE).collect())
+            _write_textfile(
+                textfile, {name: count for name, count, _ in parts}, inventory, wasted.rows(GarbageBy.BOOKIE).collect()
+            )
     write_pages(saves, "Report", lambda: sections, job.bookies)
     run.out.render(parts, REPORT_COLUMNS)
-    run.out.finish_with(sum(part.findings for part in parts), "finding", "findings")
+    run.out.finish_with(sum(count for _, count, _ in parts), "finding", "findings")
 
 
 def _check_textfile(path: Path | None) -> None:
