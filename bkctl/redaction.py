@@ -56,7 +56,7 @@ _FORMS: Final = re.compile(
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b|\bAIza[\w-]{20,}|\bgh[a-z]_\w{16,}|\bglpat-[\w-]{16,}"
     r"|\bxox[a-z]-[\w-]{8,}|\bsk[-_][\w-]{16,}|\bhv[sbr]\.[\w-]{16,}"
     r"|\bBQIA[\w+/]{16,}=*|\$(?:\d\w?|y|apr1|argon2\w*|scrypt)\$[\w$,=./+-]{8,}"
-    r"|(?<=jdbc:oracle:thin:)[^\s@]+(?=@)|(?<=\s-u )[^\s:/]+:(?!/)\S+|(?<=--user[ =])[^\s:/]+:(?!/)\S+",
+    r"|(?<=jdbc:oracle:thin:)[^\s@]{1,200}+(?=@)|(?<=\s-u )[^\s:/]+:(?!/)\S+|(?<=--user[ =])[^\s:/]+:(?!/)\S+",
     re.DOTALL | re.IGNORECASE,
 )
 _REST: Final = r"[\w.-]{0,60}+" + "".join(f"(?<!{each})" for each in _ABOUT)
