@@ -46,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 def _openapi(described: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a page of all endpoints of a gateway."""
     yield "# REST endpoints\n"
-    yield f"The OpenAPI {described['openapi']} document of a gateway as a page; [openapi.json](openapi.json) is the file."
+    yield f"The OpenAPI {described['openapi']} document of a gateway; [openapi.json](openapi.json) is the file."
     yield "[REST](rest.md) says how the API is served, and what a bookie's own server leaves out. `bookie` names the"
     yield 'bookie to a gateway. Errors are `{"error": …}`.\n'
     for path, operations in described["paths"].items():
