@@ -1,4 +1,4 @@
-"""The session of the tests leaves signals as they are: tests of other rooms, in the same process, interrupt commands."""
+"""The session of the tests leaves signals alone: tests of other rooms in the same process interrupt commands."""
 
 from __future__ import annotations
 
