@@ -107,7 +107,7 @@ def without_secrets(text: str, shown: str) -> str:
 def without_secrets_in(document: Any, shown: str) -> Any:
     """Return a JSON document with the values of secret names, and secrets in its texts, as `shown`.
 
-    The values of a pair (`{"name": "password", "value": "x"}`) are those of the name that it gives.
+    The value of a pair (`{"name": "password", "value": "x"}`) counts as the value of the name.
     """
     if isinstance(document, dict):
         pair = any(is_secret_name(str(document.get(each))) for each in ("name", "key"))

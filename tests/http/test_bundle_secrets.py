@@ -86,7 +86,7 @@ NAMES = (
     "httpServerKeyStorePassword", "bookieAuthToken", "aws.secretKey", "tls.key.passphrase", "metadata-credential",
     "keyStorePass", "sasl.jaas.config", "brokerClientAuthenticationParameters", "apiKey", "Authorization", "Cookie",
 )  # fmt: skip
-#: What support needs, and what looks like a secret a little.
+#: Lines that support needs, and which look like secrets a little.
 SHOWN = (
     "tlsKeyStorePasswordPath=/etc/bookkeeper/Keep01", "keytab=/etc/Keep02.keytab", "Keep03 pass over 7 ledgers",
     "digest mismatch in entry Keep04", "zkServers=zk1:2181,Keep05:2181", "metadataServiceUri=zk://zk1:2181/Keep06",
