@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.store import StoreSecurity as StoreSecurity
     from bkctl.protocol.messages import Protocol as Protocol
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 #: The module of each public name, which is imported when the name is first used.
 _MODULES = {

@@ -8,11 +8,13 @@ from typing import Any, Final
 #: Parts of the names of settings whose values are secrets, as part of a regular expression.
 SECRET_WORDS: Final = (
     r"passw|passphrase|pwd|secret|token|credential|(?:access|account|api|private|master)[._-]?key"
-    r"|\bsas\b|\bsig\b|signature"
+    r"|authentication_?param|\bsas\b|\bsig\b|signature"
 )
-_SECRET_NAME: Final = re.compile(SECRET_WORDS, re.IGNORECASE)
+#: Names of settings only: the words are common in texts.
+_NAMES: Final = r"(?<!by)(?<!com)pass(?=\b|_)|\bauthorization\b|\bcookie\b|sasl\.jaas"
+_SECRET_NAME: Final = re.compile(f"{SECRET_WORDS}|{_NAMES}", re.IGNORECASE)
 #: A setting whose value is the place of a secret, or its use.
-_ABOUT_A_SECRET: Final = re.compile(r"(?:path|file|dir|directory|enabled?|type|class)$", re.IGNORECASE)
+_ABOUT: Final = ("path", "file", "dir", "directory", "enable", "enabled", "type", "class")
 #: Greedy: a password may have `/`, `@` and spaces in it, so that the last `@` ends it.
 _NOT_IN_NAMES: Final = re.compile(r"[^\w.-]", re.ASCII)
 _USER_INFO: Final = re.compile(r"(://)(?!/).*@", re.DOTALL)
@@ -20,7 +22,7 @@ _USER_INFO: Final = re.compile(r"(://)(?!/).*@", re.DOTALL)
 
 def is_secret_name(name: str) -> bool:
     """Return True if the setting `name` holds a secret; one that names a file or a class does not."""
-    return _SECRET_NAME.search(name) is not None and _ABOUT_A_SECRET.search(name) is None
+    return _SECRET_NAME.search(name) is not None and not name.lower().endswith(_ABOUT)
 
 
 def without_secret_values(text: str, shown: str) -> str:
@@ -41,43 +43,78 @@ def without_user_info(text: str, shown: str) -> str:
 
     Where several URIs or an `@` further right leave it open how long the password is, more is hidden, never less.
     """
-    return _USER_INFO.sub(lambda match: f"{match[1]}{shown}@", text)
+    end = text.rfind("@") + 1
+    return _USER_INFO.sub(lambda match: f"{match[1]}{shown}@", text[:end]) + text[end:]
 
 
-#: Secrets by their own form: private keys, tokens of HTTP, of JWT, and of well-known services.
+_KEY: Final = "[A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+#: Secrets by their own form: private keys, tokens of HTTP, of JWT, and of well-known services, keytabs, hashes.
 _FORMS: Final = re.compile(
-    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)"
-    r"|\b(?:bearer|basic|digest)\s+[\w+/=.~-]{6,}"
+    rf"-----BEGIN {_KEY}.*?(?:-----END {_KEY}|\Z)|\A[\w+/=\s]*-----END {_KEY}"
+    r"|\b(?:bearer|basic)[ \t]+[\w+/=.~-]{6,}|\bdigest[ \t:]+[^\s:]+:\S+"
     r"|\beyJ[\w-]{5,}\.[\w-]+(?:\.[\w-]*)?"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b|\bAIza[\w-]{20,}|\bgh[a-z]_\w{16,}|\bglpat-[\w-]{16,}"
-    r"|\bxox[a-z]-[\w-]{8,}|\bsk[-_][\w-]{16,}",
+    r"|\bxox[a-z]-[\w-]{8,}|\bsk[-_][\w-]{16,}|\bhv[sbr]\.[\w-]{16,}"
+    r"|\bBQIA[\w+/]{16,}=*|\$(?:\d\w?|y|apr1|argon2\w*|scrypt)\$[\w$,=./+-]{8,}"
+    r"|(?<=jdbc:oracle:thin:)[^\s@]{1,200}+(?=@)|(?<=\s-u )[^\s:/]+:(?!/)\S+|(?<=--user[ =])[^\s:/]+:(?!/)\S+",
     re.DOTALL | re.IGNORECASE,
 )
-#: A name, and everything behind it in its line: `password = a b`, `"token": "x"`, `--secret x`, `Cookie: x`.
+_REST: Final = r"[\w.-]{0,60}+" + "".join(f"(?<!{each})" for each in _ABOUT)
+_ANY_NAME: Final = rf"(?:{SECRET_WORDS}|{_NAMES}){_REST}"
+#: A name, and everything behind it in its line: `password = a b`, `"token": "x"`, `--secret x`, `Cookie: x`, `<pwd>x`.
 _NAMED: Final = re.compile(
-    rf"([\w.-]*(?:{SECRET_WORDS}|authorization|cookie:|sasl\.jaas)[\w.-]*)([\"']?(?:\s*[:=]\s*|\s+))(?=\S)[^\n]*",
+    rf"({_ANY_NAME}(?=[\"'\s]*+[:=>]|[\"']?%3)|(?:{SECRET_WORDS}|-(?:store|key)?pass\b){_REST}(?=[\"']?\s))"
+    r"([\"']?\s*+(?:[:=>]|%3[ad])?\s*+)(?=\S)[^\n]*",
     re.IGNORECASE,
 )
+#: A name as the value of an element of XML or of a pair, and everything behind its value.
+_PAIRED: Final = re.compile(
+    rf"({_ANY_NAME})(</name>\s*+<value>|[\"']?,?\s*+[\"']?value[\"']?\s*+[:=]\s*+)(?=\S)[^\n]*", re.IGNORECASE
+)
+#: A name whose value is in the following lines, further right.
+_OPENED: Final = re.compile(rf"\s*[\"'\w.-]*?{_ANY_NAME}[\"']?\s*[:=]\s*(?:[|>][+-]?|\[|\{{)?\s*", re.IGNORECASE)
+
+
+_NAME_LENGTH_MAX: Final = 200
+_INDENT_MAX: Final = 1 << 30
 
 
 def without_secrets(text: str, shown: str) -> str:
     """Return a text of any kind (log, settings, metrics) with what may be a secret as `shown`; rather more than less.
 
-    A secret is known by its form, or by a name before it: the rest of its line is hidden then.
+    A secret is known by its form, or by a name before it: the rest of its line is hidden then, and lines that
+    continue it.
     """
-
-    def hide(match: re.Match[str]) -> str:
-        return match[0] if _ABOUT_A_SECRET.search(match[1]) else f"{match[1]}{match[2]}{shown}"
-
-    lines = _FORMS.sub(shown, text).split("\n")
-    return "\n".join(_NAMED.sub(hide, without_user_info(line, shown)) for line in lines)
+    hidden = rf"\g<1>\g<2>{shown}"
+    lines = _PAIRED.sub(hidden, _FORMS.sub(shown, text)).split("\n")
+    left = _INDENT_MAX
+    continues = False
+    for number, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if not line.strip():
+            continue
+        if continues or indent > left:
+            lines[number] = " " * indent + shown
+            continues = continues and line.endswith("\\")
+            continue
+        left = indent if _OPENED.fullmatch(line[:_NAME_LENGTH_MAX]) else _INDENT_MAX
+        found = _NAMED.sub(hidden, without_user_info(line, shown))
+        continues = found != line and line.endswith("\\")
+        lines[number] = found
+    return "\n".join(lines)
 
 
 def without_secrets_in(document: Any, shown: str) -> Any:
-    """Return a JSON document with the values of secret names, and secrets in its texts, as `shown`."""
+    """Return a JSON document with the values of secret names, and secrets in its texts, as `shown`.
+
+    The value of a pair (`{"name": "password", "value": "x"}`) counts as the value of the name.
+    """
     if isinstance(document, dict):
+        pair = any(is_secret_name(str(document.get(each))) for each in ("name", "key"))
         return {
-            name: shown if is_secret_name(str(name)) else without_secrets_in(value, shown)
+            without_secrets(str(name), shown): shown
+            if is_secret_name(str(name)) or (pair and str(name) not in ("name", "key"))
+            else without_secrets_in(value, shown)
             for name, value in document.items()
         }
     if isinstance(document, list | tuple):

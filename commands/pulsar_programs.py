@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.errors import BkctlError, UsageError
+from bkctl.redaction import is_secret_name
 from bkctl.rocksdb_conf import PREFIX, update_from_env
 
 from .main import error_report, run
@@ -68,8 +69,6 @@ _SHELL: Final = {each.shell: each.ours for each in TRANSLATIONS if each.shell} |
 _SERVERS: Final = {"bookie": ("bookie", "start"), "autorecovery": ("autorecovery", "run")}
 #: Variables with options of a JVM.
 _JVM: Final = ("BOOKIE_EXTRA_OPTS", "BOOKIE_GC", "BOOKIE_MEM", "OPTS", "PULSAR_EXTRA_OPTS", "PULSAR_GC", "PULSAR_MEM")
-#: Values of these are not printed.
-_SECRET: Final = re.compile(r"password|token|secret|AuthenticationParameters", re.IGNORECASE)
 
 
 def shell_words(name: str, arguments: list[str]) -> tuple[list[str], set[str]]:
@@ -243,7 +242,7 @@ def apply_env(path: Path, prefix: str, env: Mapping[str, str] = os.environ) -> l
 
     def put(word: str, key: str, value: str) -> None:
         value = value.strip()
-        shown = "********" if _SECRET.search(key) else value
+        shown = "********" if is_secret_name(key) else value
         done.append(f"[{path}] {word} config {key} = {shown}")
         text = f"{key}={value}\n"
         if key in places:

@@ -112,17 +112,12 @@ def top(
 
     Keys: arrows select a bookie, Enter opens its page, Escape goes back, s and S choose the column to sort by, r
     reverses the order, / filters, q quits. --once prints the same numbers for scripts: two looks, one interval apart;
-    with --bundle those of the bundle.
+    with --bundle the recorded ones.
     """
     if interval_s < INTERVAL_S_MIN:
         raise UsageError(f"--interval: must be {INTERVAL_S_MIN:g} s or more")
     if once:
-        load = _load(run, interval_s)
-        run.out.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
-        if load.underreplicated_count and run.out.output in (Output.TABLE, Output.WIDE):
-            run.out.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
-        elif load.not_audited:
-            run.out.note(f"Replication was {load.not_audited}")
+        _print_load(run, _load(run, interval_s))
         return
     if run.access.bundle is not None:
         raise UsageError(f"{run.access.bundle} is a bundle, of one moment", hint="add --once")
@@ -137,6 +132,14 @@ def top(
     with run.access.cluster() as cluster:
         cluster.layout()
         show_live(load_watch(run, cluster), interval_s=interval_s, color=run.out.color)
+
+
+def _print_load(run: Run, load: ClusterLoad) -> None:
+    run.out.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
+    if load.underreplicated_count and run.out.output in (Output.TABLE, Output.WIDE):
+        run.out.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
+    elif load.not_audited:
+        run.out.note(f"Replication was {load.not_audited}")
 
 
 def _load(run: Run, interval_s: float) -> ClusterLoad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,4 +22,7 @@ def test_the_site_builds_without_a_broken_link_or_another_host(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     pages = {str(page.relative_to(tmp_path)): page.read_text("utf-8") for page in tmp_path.rglob("*.html")}
     assert {"index.html", "commands.html", "guides/dead-bookie.html", "changelog.html"} <= pages.keys()
+    paths = json.loads((tmp_path / "openapi.json").read_text())["paths"]
+    assert len(paths) > 20
+    assert [path for path in paths if path not in pages["openapi.html"]] == []
     assert {page: _FETCHED.findall(text) for page, text in pages.items() if _FETCHED.search(text)} == {}

@@ -138,7 +138,7 @@ class CursorState(NamedTuple):
 
 
 class Total(NamedTuple):
-    """The numbers of a topic, or of those of a tenant or namespace together.
+    """The numbers of a topic, or of all topics of a tenant or namespace.
 
     `slowest` is the cursor with the largest backlog, and that; `backlog` is None if no cursor's is known.
     """

@@ -14,8 +14,8 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from itertools import islice
@@ -103,17 +103,32 @@ def add_cluster(
     bookies = cluster.bookies.list()
     bundle.export(cluster)
     bundle.json("bookies.json", bookies)
-    with suppress(ValueError, RecursionError):
-        racks = cluster.store.get(RACKS)
-        bundle.json("racks.json", json.loads(racks.value) if racks is not None and racks.value else {})
+    racks: Any = {}
+    try:
+        found = cluster.store.get(RACKS)
+        racks = json.loads(found.value) if found is not None and found.value else {}
+    except (BkctlError, ValueError, RecursionError) as error:
+        bundle.left_out["racks"] = str(error)
+    bundle.json("racks.json", racks)
     up = [bookie for bookie in bookies if bookie.state != "down"]
-    _ask(bundle, up, "metrics-1", ".txt", lambda bookie: api_of(bookie).metrics(), wait_s)
+
+    def ask(directory: str, suffix: str, read: Callable[[BookieApi], Any]) -> None:
+        for bookie_id, question in ask_all(up, lambda bookie: read(api_of(bookie)), wait_s).items():
+            name = f"{directory}/{bookie_id.replace('/', '_')}{suffix}"
+            if question.answer is None:
+                bundle.left_out[name] = question.problem or f"no answer within {wait_s:g} s"
+            elif isinstance(question.answer, str):
+                bundle.text(name, question.answer)
+            else:
+                bundle.json(name, question.answer)
+
+    ask("metrics-1", ".txt", lambda api: api.metrics())
     watch.look()
     time.sleep(pause_s)
     bundle.json("load.json", watch.look())
-    _ask(bundle, up, "metrics-2", ".txt", lambda bookie: api_of(bookie).metrics(), wait_s)
-    _ask(bundle, up, "config", ".json", lambda bookie: api_of(bookie).config(), wait_s)
-    _ask(bundle, up, "garbage", ".json", lambda bookie: api_of(bookie).garbage_collection(), wait_s)
+    ask("metrics-2", ".txt", lambda api: api.metrics())
+    ask("config", ".json", lambda api: api.config())
+    ask("garbage", ".json", lambda api: api.garbage_collection())
     local = active_cluster()
     for each in local.bookies() if local is not None and local.metadata_uri == cluster.uri else ():
         for directory, path in (("logs", each.log), ("conf", each.conf)):
@@ -121,24 +136,6 @@ def add_cluster(
                 bundle.text(f"{directory}/{each.bookie_id}.txt", log_tail(path, MEMBER_SIZE_BYTES_MAX))
             except OSError as error:
                 bundle.left_out[f"{directory}/{each.bookie_id}"] = str(error)
-
-
-def _ask(
-    bundle: Bundle,
-    bookies: Iterable[RegisteredBookie],
-    directory: str,
-    suffix: str,
-    read: Callable[[RegisteredBookie], Any],
-    wait_s: float,
-) -> None:
-    for bookie_id, question in ask_all(bookies, read, wait_s).items():
-        name = f"{directory}/{bookie_id.replace('/', '_')}{suffix}"
-        if question.answer is None:
-            bundle.left_out[name] = question.problem or f"no answer within {wait_s:g} s"
-        elif isinstance(question.answer, str):
-            bundle.text(name, question.answer)
-        else:
-            bundle.json(name, question.answer)
 
 
 def _plain(value: Any) -> Any:

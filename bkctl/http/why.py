@@ -477,9 +477,11 @@ def _is_stopped(pid: int) -> bool:
 
 
 def log_tail(path: Path, size_bytes: int = LOG_TAIL_BYTES) -> str:
-    """Return the end of a log. Raise OSError."""
+    """Return the last whole lines of a log. Raise OSError."""
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size_bytes))
+        if (start := path.stat().st_size - size_bytes) > 0:
+            file.seek(start)
+            file.readline()  # Its beginning, which may name a secret, is cut off.
         return file.read().decode("utf-8", "replace")
 
 

@@ -84,7 +84,7 @@ def table(frame: Frame, columns: Columns, *, title: str | None = None, none: str
         title,
         [str(column.title) for column in shown],
         [column.kind in (Kind.INTEGER, Kind.SIZE) for column in shown],
-        list(Cells(columns).of_rows(rows[:TABLE_ROWS_MAX])),
+        list(Cells(columns).of_rows(rows[:TABLE_ROWS_MAX])) if rows else [],
         f"The first {TABLE_ROWS_MAX} of {frame.count():,} rows." if len(rows) > TABLE_ROWS_MAX else None,
         none,
     )

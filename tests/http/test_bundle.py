@@ -21,6 +21,7 @@ from bkctl.http.bookie_load import NO_COUNTS, BookieLoad, BookieReading, Cluster
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import RegisteredBookie, open_cluster
 from bkctl.metadata.racks import BookieRacks
+from bkctl.metadata.store import RACKS
 from bkctl.metadata.underreplication import LedgerMarks
 
 LEDGERS = [LedgerId(0, 3), LedgerId(0, 4), LedgerId(7, 3)]
@@ -138,6 +139,13 @@ def test_the_load_of_a_bundle_is_the_load_that_was(tmp_path: Path) -> None:
     for path, wrong in (("underreplicated_count", "2"), ("bookies", {}), ("bookies", [{}]), ("more", 1)):
         with pytest.raises((ValueError, TypeError, KeyError)):
             bundles.typed(ClusterLoad, {**document, path: wrong})
+
+
+def test_racks_that_cannot_be_read_are_left_out(uri: str, tmp_path: Path) -> None:
+    with open_cluster(uri) as cluster:
+        cluster.store.put(RACKS, b"{", None)
+    file = collect(uri, tmp_path / "b.tar.gz")
+    assert CommandLine(None)("bookies", "racks", "list", "-o", "id", "--bundle", file).code == 0
 
 
 def test_damaged_bundles_are_corrupt_and_nothing_else(uri: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from support.engines import Engine
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.spark.local.session import local_session
+from bkctl.tasks import signals_restored
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -48,7 +49,9 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     builder = SparkSession.builder.master("local[2]").appName("bkctl tests")
     for name, value in settings.items():
         builder = builder.config(name, value)
-    session = builder.getOrCreate()
+    # Spark's handler of SIGINT would stay for the tests of other rooms: asyncio cancels work by its own only.
+    with signals_restored():
+        session = builder.getOrCreate()
     register(session)
     yield session
     session.stop()
