@@ -12,7 +12,7 @@ import typer
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 
-from .kit.columns import COUNT_COLUMNS, Row
+from .kit.columns import COUNT_COLUMNS, PlainRow
 from .kit.command import Printer, Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
@@ -79,7 +79,7 @@ def run_auto_recovery(
             scopes=scopes, tls=run.access.bookie_tls(TLS_REFRESH_S), addresses=run.access.bookie_addresses(),
             timeout_s=run.access.timeout_s,
         )  # fmt: skip
-        row = Row(bookie_id=bookie_id, default_scope=False in scopes, other_scopes=True in scopes, pid=os.getpid())
+        row = PlainRow(bookie_id=bookie_id, default_scope=False in scopes, other_scopes=True in scopes, pid=os.getpid())
         with recovery_server(auto_recovery):
             run.job.complete(serve(auto_recovery, started=lambda: run.out.show(row, RUNNING_COLUMNS)))
 
@@ -145,7 +145,7 @@ def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
             changed = True
         except AlreadyExists:
             changed = False
-    run.out.show(Row(enabled=enabled, changed=changed), SWITCH_COLUMNS)
+    run.out.show(PlainRow(enabled=enabled, changed=changed), SWITCH_COLUMNS)
     if not changed:
         run.out.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
@@ -428,7 +428,7 @@ def delay(
         state = auto_recovery_of(cluster)
         if seconds is None:
             stored = state.settings.lost_bookie_recovery_delay_s()
-            run.out.show(Row(seconds=stored or 0, stored=stored is not None), DELAY_COLUMNS)
+            run.out.show(PlainRow(seconds=stored or 0, stored=stored is not None), DELAY_COLUMNS)
             return
         wanted = parse_duration(seconds, "DELAY")
         if wanted != int(wanted):
@@ -436,4 +436,4 @@ def delay(
         if not dry_run:
             with run.consent.recorded(cluster, undo) as recorded:
                 auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
-        run.out.show(Row(seconds=int(wanted), stored=True), DELAY_COLUMNS)
+        run.out.show(PlainRow(seconds=int(wanted), stored=True), DELAY_COLUMNS)

@@ -16,7 +16,7 @@ from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.admin.health_codes import HealthCode
 
 from .kit.audit import user_name
-from .kit.columns import Output, Row
+from .kit.columns import Output, PlainRow
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, combined, duration_option, flag, option
@@ -393,7 +393,7 @@ def health_detail(run: Run, look: HealthLook) -> None:
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
         found = find_all(run, cluster, look)
         unguarded = not found and AuditorElection(cluster.store).auditor() is None
-    rows = [Row(finding=each, mute=mutes.get(each.code)) for each in found]
+    rows = [PlainRow(finding=each, mute=mutes.get(each.code)) for each in found]
     if run.out.output is Output.TABLE and run.out.selection.order is None:
         for index, row in enumerate(rows):
             run.out.text("\n" if index else "")
@@ -476,7 +476,7 @@ def healthcheck_status(run: Run) -> None:
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.access.cluster() as cluster:
-        run.out.show(Row(enabled=HealthCheckSwitch(cluster).is_enabled(), changed=None), CHECK_COLUMNS)
+        run.out.show(PlainRow(enabled=HealthCheckSwitch(cluster).is_enabled(), changed=None), CHECK_COLUMNS)
 
 
 @command(healthcheck_app, "enable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
@@ -503,7 +503,7 @@ def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
     with run.access.cluster() as cluster:
         with run.consent.recorded(cluster, undo) as recorded:
             changed = HealthCheckSwitch(recorded).set(enabled)
-        run.out.show(Row(enabled=enabled, changed=changed), CHECK_COLUMNS)
+        run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
     if not changed:
         run.out.note(f"The health check was {'enabled' if enabled else 'disabled'} already")
 
@@ -561,13 +561,13 @@ def init(
     with suppress(NotFound), run.access.cluster() as cluster:  # NotFound: the file is created later.
         if cluster.store.get(cluster.places.layout) is not None:
             raise _already_there(cluster)
-    run.out.show(Row(metadata_uri=location.text, instance_id=None, factory_class=layout.factory_class), ID_COLUMNS)
+    run.out.show(PlainRow(metadata_uri=location.text, instance_id=None, factory_class=layout.factory_class), ID_COLUMNS)
 
 
-def _identity(cluster: Cluster) -> Row:
+def _identity(cluster: Cluster) -> PlainRow:
     """Return the row of a cluster's identity. Raises the errors of a store without a cluster."""
     factory_class = cluster.layout().factory_class
-    return Row(metadata_uri=cluster.uri, instance_id=cluster.instance_id(), factory_class=factory_class)
+    return PlainRow(metadata_uri=cluster.uri, instance_id=cluster.instance_id(), factory_class=factory_class)
 
 
 def _already_there(cluster: Cluster) -> AlreadyExists:

@@ -11,7 +11,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import check_bookie_id
 
-from .kit.columns import Row
+from .kit.columns import PlainRow
 from .kit.command import Access, Run, command, group, object_of, rows_of
 from .kit.next_steps import next_column
 from .kit.options import (
@@ -46,14 +46,14 @@ FileArgument = Annotated[Path, file_argument("The cookie, as 'cookie generate' w
 
 def _row(
     bookie_id: str | None, found: Cookie | BkctlError, *, place: str | None = None, version: int | None = None
-) -> Row:
+) -> PlainRow:
     """Return a cookie, or the problem with it, and its place: a directory, or None for the metadata store."""
     error = str(found) if isinstance(found, BkctlError) else None
-    return Row(bookie_id=bookie_id, place=place, cookie=None if error else found, version=version, error=error)
+    return PlainRow(bookie_id=bookie_id, place=place, cookie=None if error else found, version=version, error=error)
 
 
 def _part(title: str, name: str, attribute: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
-    def get(row: Row) -> Any:
+    def get(row: PlainRow) -> Any:
         value = None if row.cookie is None else getattr(row.cookie, attribute)
         return list(value) if isinstance(value, tuple) else value
 
@@ -92,7 +92,7 @@ def list_cookies(run: Run) -> None:
     run.out.finish_with(sum(row.error is not None for row in rows), "cookie cannot be read", "cookies cannot be read")
 
 
-def _stored_row(cluster: Cluster, bookie_id: str) -> Row | None:
+def _stored_row(cluster: Cluster, bookie_id: str) -> PlainRow | None:
     """Return a bookie's cookie in the store, or the problem with it; None without one. Raises Unreachable."""
     from bkctl.metadata.store import attempt
 
@@ -414,7 +414,7 @@ def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -
                 run.consent.undo(cluster, undo) as kept,
             ):
                 expand(config, bookie_id, cluster, Files(), undo=kept)
-        run.out.render((Row(directory=each, bookie_id=bookie_id) for each in new), EXPANDED_COLUMNS)
+        run.out.render((PlainRow(directory=each, bookie_id=bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
         run.out.note("No directory is new")
 
@@ -457,7 +457,7 @@ def rename_bookie(
             )
             with hold(map(Path, directories), note=run.out.note), run.consent.undo(cluster, undo) as kept:
                 changed = rename(cluster, old, new, directories, Files(), undo=kept)
-        run.out.render((Row(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
+        run.out.render((PlainRow(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
         run.out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
 

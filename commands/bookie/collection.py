@@ -13,7 +13,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, UsageError
 
-from ..kit.columns import Row
+from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import DryRun, WatchOption, flag
 from ..kit.texts import GREEN, YELLOW
@@ -35,8 +35,8 @@ _FULL_HINT: Final = (
 Compactions = StrEnum("Compactions", "MAJOR MINOR BOTH")
 
 
-def _doing(running: str, suspended: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
+def _doing(running: str, suspended: str) -> Callable[[PlainRow], str]:
+    def text(row: PlainRow) -> str:
         if getattr(row.status, running):
             return "running"
         return "suspended" if getattr(row.collection, suspended) else "idle"
@@ -178,7 +178,7 @@ def _check_round(found: Server, before: GarbageCollection, after: GarbageCollect
 def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
     latest: list[GarbageCollection] = []
 
-    def look() -> Iterator[Row]:
+    def look() -> Iterator[PlainRow]:
         latest[:] = [found.api.garbage_collection()]
         return _collector_rows(latest[0])
 
@@ -241,9 +241,9 @@ def _held_back(collection: GarbageCollection) -> list[str]:
     return [each.scoped_deletes_held_back for each in collection.collectors if each.scoped_deletes_held_back]
 
 
-def _collector_rows(collection: GarbageCollection) -> Iterator[Row]:
+def _collector_rows(collection: GarbageCollection) -> Iterator[PlainRow]:
     for number, status in enumerate(collection.collectors):
-        yield Row(number=number, collection=collection, status=status)
+        yield PlainRow(number=number, collection=collection, status=status)
 
 
 LOCATIONS_COLUMNS = Columns(
@@ -296,7 +296,9 @@ def compact_locations(
             known = found.api.location_compactions()
             if wait:
                 known = _wait_for_locations(run, found, chosen, deadline)
-        run.out.render((Row(path=path, compacting=known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS)
+        run.out.render(
+            (PlainRow(path=path, compacting=known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS
+        )
 
 
 def _wait_for_locations(run: Run, found: Server, chosen: list[str], deadline: float | None) -> dict[str, bool]:

@@ -12,7 +12,7 @@ from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Row, with_hex
+from ..kit.columns import PlainRow, with_hex
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import flag, number_option
@@ -117,7 +117,7 @@ def files(
     run.out.raise_first(errors)
 
 
-def _file_row(file: BookieFile, errors: list[BkctlError]) -> Row:
+def _file_row(file: BookieFile, errors: list[BkctlError]) -> PlainRow:
     from bkctl.files.status import read_detail
 
     detail = None
@@ -129,7 +129,7 @@ def _file_row(file: BookieFile, errors: list[BkctlError]) -> Row:
         errors.append(error)
     if detail is not None and isinstance(updated := detail.get("updated"), int):
         detail = {**detail, "updated": iso_time(updated)}
-    return Row(file=file, detail=detail)
+    return PlainRow(file=file, detail=detail)
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
@@ -240,7 +240,9 @@ def _location(entry_id: int, index: LedgerIndex) -> list[EntryLocation]:
     return [EntryLocation(entry_id, location)] if location else []
 
 
-def _metas(indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool) -> Iterator[Row]:
+def _metas(
+    indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool
+) -> Iterator[PlainRow]:
     from bkctl.checks.findings import as_damage
 
     for ledger in ledgers:
@@ -251,7 +253,7 @@ def _metas(indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlEr
             with found as index:
                 entry_count, last_entry_id = index.extent()
                 lac = index.explicit_lac()
-                row = Row(source=index, explicit_lac=lac, entry_count=entry_count, last_entry_id=last_entry_id)
+                row = PlainRow(source=index, explicit_lac=lac, entry_count=entry_count, last_entry_id=last_entry_id)
         except (Corrupt, Unsupported) as error:
             errors.append(error)
             continue

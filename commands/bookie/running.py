@@ -17,7 +17,7 @@ from bkctl.errors import FindingsError, NotFound, TimedOut, Unreachable, UsageEr
 from bkctl.redaction import is_secret_name
 
 from ..kit.audit import shown_uri
-from ..kit.columns import Row
+from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import DryRun, WatchOption, combined, count_option, duration_option, flag, option
@@ -85,7 +85,7 @@ def sanity(
         raise FindingsError(f"{name} did not pass its test", hint="its log says why")
 
 
-def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> Row:
+def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> PlainRow:
     if deadline is not None:
         run.access.timeout_s, run.access.connect_timeout_s = deadline, min(run.access.connect_timeout_s, deadline)
     with server(run, which, changes=True) as found, run.job.working("The bookie tests itself"):
@@ -95,10 +95,12 @@ def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> 
             if deadline is None:
                 raise
             raise TimedOut(f"{found.name} did not end its test within {deadline:g} s") from error
-    return Row(bookie_id=which.bookie_id, url=found.url, passed=answer.passed, read_only=answer.read_only, result=None)
+    return PlainRow(
+        bookie_id=which.bookie_id, url=found.url, passed=answer.passed, read_only=answer.read_only, result=None
+    )
 
 
-def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, deadline: float | None) -> Row:
+def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, deadline: float | None) -> PlainRow:
     async def work() -> RoundTrip:
         import asyncio
 
@@ -123,7 +125,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
             raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
         read_only = bookie.state == "ro"
         result = None if read_only else run.job.complete(work())
-        return Row(bookie_id=bookie_id, url=None, passed=not read_only, read_only=read_only, result=result)
+        return PlainRow(bookie_id=bookie_id, url=None, passed=not read_only, read_only=read_only, result=result)
 
 
 SETTING_COLUMNS = Columns(

@@ -12,7 +12,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable, Unsupported
 
-from ..kit.columns import Row
+from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of
 from ..kit.options import DryRun, WatchOption, flag
 from ..kit.texts import GREEN, RED, YELLOW
@@ -47,7 +47,9 @@ def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
             readiness = found.api.readiness()
             if not readiness.ready:
                 run.out.warn(f"{found.name} is not ready: {readiness.message}")
-        run.out.watch(watch, lambda: iter([Row(server=found, answer=found.api.state())]), STATE_COLUMNS, single=True)
+        run.out.watch(
+            watch, lambda: iter([PlainRow(server=found, answer=found.api.state())]), STATE_COLUMNS, single=True
+        )
 
 
 READY_COLUMNS = Columns(
@@ -81,7 +83,7 @@ def ready(
             raise FindingsError(f"{answer.server.name} is not ready: {answer.answer.message}")
 
 
-def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) -> Row:
+def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) -> PlainRow:
     """Return the bookie's answer, with `wait` once it is ready. Raises Unreachable, or TimedOut at the deadline."""
     while True:
         try:
@@ -93,7 +95,7 @@ def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) ->
                 raise
         else:
             if readiness.ready or not wait:
-                return Row(server=found, answer=readiness)
+                return PlainRow(server=found, answer=readiness)
         patience.wait()
 
 
@@ -121,7 +123,7 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     with server(run, which) as found:
         run.out.watch(
             watch,
-            lambda: [Row(server=found, answer=found.api.state(), space=found.api.space())],
+            lambda: [PlainRow(server=found, answer=found.api.state(), space=found.api.space())],
             INFO_COLUMNS,
             single=True,
         )
@@ -158,7 +160,7 @@ def readonly(
     with server(run, which, changes=wanted is not None and not dry_run) as found:
         before = found.api.read_only()
         if wanted is None:
-            run.out.show(Row(server=found, answer=before), READ_ONLY_COLUMNS)
+            run.out.show(PlainRow(server=found, answer=before), READ_ONLY_COLUMNS)
             return
         on = wanted is Switch.ON
         if before is on:
@@ -166,7 +168,7 @@ def readonly(
         elif dry_run:
             run.out.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
         after = before if dry_run else found.api.set_read_only(on)
-        run.out.show(Row(server=found, answer=after), READ_ONLY_COLUMNS)
+        run.out.show(PlainRow(server=found, answer=after), READ_ONLY_COLUMNS)
         if dry_run:
             return
         if after is not on:

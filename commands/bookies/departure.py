@@ -13,7 +13,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict
 from bkctl.ids import check_bookie_id
 
-from ..kit.columns import Output, Row
+from ..kit.columns import Output, PlainRow
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, DryRun, UndoOption, flag
 from ..kit.output import RowWriter
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 app = group()
 
 
-def _moving(progress: MoveProgress) -> Row:
+def _moving(progress: MoveProgress) -> PlainRow:
     """Return the progress of a decommission or a drain: a row of --watch, beside the steps."""
     total = len(progress.plan.ledgers)
     message = f"{progress.ledger_count:,} of {counted(total, 'ledger', 'ledgers')}, {100 * progress.share:.0f}%, "
-    return Row(
+    return PlainRow(
         kind="progress", result="moving", message=message + progress_text(progress), advice=None, ledger=None,
         unreadable=(), entry_count=progress.entry_count, size_bytes=progress.size_bytes,
         ledger_count=progress.ledger_count, ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
@@ -112,7 +112,7 @@ class _StepPrinter:
         self._run, self._writer, self._watch_s = run, writer, watch_s
         self.finding_count = 0
 
-    def print(self, step: Step | Row) -> None:
+    def print(self, step: Step | PlainRow) -> None:
         if self._run.out.output is not Output.ID or step.ledger is not None:
             self._writer.row(step)
 
@@ -151,7 +151,7 @@ class _StepPrinter:
 
 
 def _depart(
-    run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: Row,
+    run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: PlainRow,
     *, pace: Pace, deadline_s: float | None, watch_s: float | None, undo: Path | None, dry_run: bool,
 ) -> None:  # fmt: skip
     """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan; unless `dry_run`, run it.
@@ -237,7 +237,7 @@ def decommission(
     from bkctl.replication.departure import Decommission
 
     kept = "" if keep_cookie else ", and its cookie deleted"
-    texts = Row(
+    texts = PlainRow(
         noun="decommission", doing="Decommissioning", done="decommissioned",
         question=lambda plan: loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False) + kept,
         left="moved ledgers stay moved: run the command again to continue, or start the bookie to go back, after "
@@ -269,7 +269,7 @@ def drain(
     from bkctl.replication.departure import Drain
 
     begin = f"{bookie} would take no more entries, and "
-    texts = Row(
+    texts = PlainRow(
         noun="drain", doing="Draining", done="drained",
         question=lambda plan: begin + loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False),
         left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or "

@@ -13,7 +13,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable, UsageError
 from bkctl.ids import check_bookie_id
 
-from ..kit.columns import Row
+from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import DryRun, UndoOption, WatchOption, flag
 from ..kit.texts import GREEN, RED, YELLOW, size_text
@@ -54,7 +54,7 @@ RACK_COLUMNS = Columns(
 CHANGE_COLUMNS = Columns(*RACK_COLUMNS.columns[:-1], key="bookieId")
 
 
-def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[Row]:
+def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[PlainRow]:
     """Return the racks in the metadata store and of `bookies`; where --conf names a script, the script's count."""
     from bkctl.metadata.racks import BookieRacks, Topology, racks_of
 
@@ -69,7 +69,7 @@ def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> li
         rack = printed.get(bookie_id) or shared.get(bookie_id) or (own and own.rack)
         source = None if rack is None else "script" if bookie_id in printed else "metadata"
         group, hostname = (None, None) if own is None else (own.group, own.hostname)
-        rows.append(Row(bookie_id=bookie_id, rack=rack, group=group, hostname=hostname, source=source))
+        rows.append(PlainRow(bookie_id=bookie_id, rack=rack, group=group, hostname=hostname, source=source))
     return rows
 
 
@@ -169,7 +169,7 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
 State = StrEnum("State", "RW RO DOWN ALL")
 
 
-def _address(row: Row) -> str | None:
+def _address(row: PlainRow) -> str | None:
     address = row.bookie.address
     if address is None:
         return None
@@ -177,18 +177,18 @@ def _address(row: Row) -> str | None:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _scopes(row: Row) -> bool | None:
+def _scopes(row: PlainRow) -> bool | None:
     """Return whether the row's bookie takes scopes, None for one that is down: only a registration says so."""
     return row.bookie.ledger_scopes if row.bookie.state != "down" else None
 
 
-def _endpoints(row: Row) -> list[dict[str, Any]]:
+def _endpoints(row: PlainRow) -> list[dict[str, Any]]:
     names = ("id", "protocol", "host", "port", "auth", "extensions")
     endpoints = () if row.bookie.info is None else row.bookie.info.endpoints
     return [{name: getattr(endpoint, name) for name in names} for endpoint in endpoints]
 
 
-def _properties(row: Row) -> dict[str, str]:
+def _properties(row: PlainRow) -> dict[str, str]:
     return {} if row.bookie.info is None else dict(row.bookie.info.properties)
 
 
@@ -233,13 +233,15 @@ def list_bookies(
         run.out.watch(watch, partial(_listed, run, cluster, state), BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
 
 
-def _listed(run: Run, cluster: Cluster, state: State) -> list[Row]:
+def _listed(run: Run, cluster: Cluster, state: State) -> list[PlainRow]:
     bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
     racks = find_racks(run, cluster, bookies)
-    return [Row(bookie=each, rack=racks.get(each.bookie_id)) for each in bookies if state in (State.ALL, each.state)]
+    return [
+        PlainRow(bookie=each, rack=racks.get(each.bookie_id)) for each in bookies if state in (State.ALL, each.state)
+    ]
 
 
-def _cookie_object(row: Row) -> dict[str, Any] | None:
+def _cookie_object(row: PlainRow) -> dict[str, Any] | None:
     cookie = row.cookie
     if cookie is None:
         return None
@@ -281,7 +283,7 @@ def _endpoint_line(endpoint: dict[str, Any]) -> str:
     )
 
 
-def _show_row(cluster: Cluster, bookie_id: str) -> Row:
+def _show_row(cluster: Cluster, bookie_id: str) -> PlainRow:
     """Return all that the metadata store knows of a bookie, but for its ledgers. Raises NotFound, Unreachable."""
     from bkctl.metadata.store import attempt
 
@@ -291,7 +293,7 @@ def _show_row(cluster: Cluster, bookie_id: str) -> Row:
     found = attempt(cluster.cookies.read, bookie_id)
     error = str(found) if isinstance(found, BkctlError) else None
     cookie = None if found is None or isinstance(found, BkctlError) else found.value
-    return Row(bookie=bookie, cookie=cookie, cookie_error=error, ledgers=None)
+    return PlainRow(bookie=bookie, cookie=cookie, cookie_error=error, ledgers=None)
 
 
 @command(app, "show", connects=True, prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS))
@@ -314,7 +316,7 @@ def show(
         run.out.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
 
 
-def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[Row]:
+def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[PlainRow]:
     """Return the row of each bookie, with the numbers of its ledgers if `counts`."""
     from bkctl.metadata.admin.overview import ledgers_of_bookies
 

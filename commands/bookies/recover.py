@@ -14,7 +14,7 @@ from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.activity import Activity
-from ..kit.columns import Row
+from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, scope_option
 from ..kit.options import CopyPace, DryRun, UndoOption, combined, duration_option, flag, watch_option
@@ -160,9 +160,9 @@ def loss_text(
 def _row(
     ledger: LedgerId, state: LedgerState | None, fragment: LedgerFragment | None, *,
     plan: PlannedFragment | None = None, problem: str | None = None,
-) -> Row:  # fmt: skip
+) -> PlainRow:  # fmt: skip
     """Return a fragment on the bookies, for --query and --dry-run; no fragment: metadata that is unreadable."""
-    return Row(ledger=ledger, state=state and state.name, fragment=fragment, plan=plan, problem=problem)
+    return PlainRow(ledger=ledger, state=state and state.name, fragment=fragment, plan=plan, problem=problem)
 
 
 def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
@@ -189,19 +189,19 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
     return Columns(*columns, Column("PROBLEM", "problem", "problem"), key="ledger")
 
 
-def _last_entry_id(row: Row) -> int | None:
+def _last_entry_id(row: PlainRow) -> int | None:
     return row.fragment.last_entry_id if row.fragment is not None and row.fragment.closed else None
 
 
-def _new_ensemble(row: Row) -> Sequence[str] | None:
+def _new_ensemble(row: PlainRow) -> Sequence[str] | None:
     return row.plan.new_ensemble if row.plan is not None and row.plan.targets else None
 
 
-def _unreadable(row: Row) -> list[dict[str, int]] | None:
+def _unreadable(row: PlainRow) -> list[dict[str, int]] | None:
     return None if row.plan is None else entry_spans(row.plan.unreadable)
 
 
-def _planned_row(planned: PlannedFragment | LedgerMove) -> Row:
+def _planned_row(planned: PlannedFragment | LedgerMove) -> PlainRow:
     from bkctl.replication.holdings import PlannedFragment
 
     if not isinstance(planned, PlannedFragment):
@@ -417,7 +417,7 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
 
     count = damaged = 0
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[PlainRow]:
         nonlocal count, damaged
         for ledger, held in ledgers_on(cluster, names, ids):
             count += 1

@@ -10,7 +10,7 @@ import typer
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.columns import Row
+from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption, count_option, flag
 from ..kit.texts import RED, YELLOW, counted
@@ -130,7 +130,7 @@ def _show_together(run: Run, cluster: Cluster, names: list[str], replica_count_m
     if names and not found:
         return False
     run.out.render(
-        [Row(bookie_id=name, rack=racks.get(name), given=name in names) for name in found],
+        [PlainRow(bookie_id=name, rack=racks.get(name), given=name in names) for name in found],
         TOGETHER_COLUMNS,
         findings=True,
     )

@@ -16,7 +16,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Output, Row
+from ..kit.columns import Output, PlainRow
 from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
@@ -143,8 +143,8 @@ def extract(
         gaps, missing = _find_gaps(extraction)
         damaged = extraction.damaged_ids
         if str(file) != "-":
-            row = Row(extraction=extraction, digest_type=digest_type, gaps=gaps, damaged=damaged, file=file)
-            run.out.show(Row(**vars(row), missing_count=missing, end_entry_id=last), REPORT_COLUMNS)
+            row = PlainRow(extraction=extraction, digest_type=digest_type, gaps=gaps, damaged=damaged, file=file)
+            run.out.show(PlainRow(**vars(row), missing_count=missing, end_entry_id=last), REPORT_COLUMNS)
         else:
             lacks = ("missing", missing, gaps), ("damaged", len(damaged), [(each, each) for each in damaged])
             run.out.warn(*(f"{what} entries ({count:,}): {_gap_text(ids)}" for what, count, ids in lacks if count))

@@ -11,7 +11,7 @@ from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
 
-from ..kit.columns import Row, with_hex
+from ..kit.columns import PlainRow, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import Composite, combined, flag, text_option
 from ..kit.records import DirOption, collect_errors
@@ -87,11 +87,13 @@ def active(
             if each.state in wanted
         )
         named = liveness.with_topics(rows, lambda row: row[1].ledger)
-        run.out.render((Row(log=log, ledger=ledger, topic=topic) for (log, ledger), topic in named), ACTIVE_COLUMNS)
+        run.out.render(
+            (PlainRow(log=log, ledger=ledger, topic=topic) for (log, ledger), topic in named), ACTIVE_COLUMNS
+        )
     run.out.raise_first(errors)
 
 
-def _use_row(use: LogUse, limits: Thresholds, liveness: Liveness) -> Row:
+def _use_row(use: LogUse, limits: Thresholds, liveness: Liveness) -> PlainRow:
     """Return the live and dead bytes of a log, the compaction that it needs, if one, and the bytes that this frees.
 
     The topics are those that keep the log: of its largest live ledgers; None where no ledger is Pulsar's.
@@ -100,11 +102,11 @@ def _use_row(use: LogUse, limits: Thresholds, liveness: Liveness) -> Row:
     largest = sorted(alive, key=lambda each: -each.size_bytes)[:TOPICS_MAX]
     topics = dict.fromkeys(topic for _, topic in liveness.with_topics(largest, lambda each: each.ledger) if topic)
     compaction, freed = use.compaction(limits), use.reclaimable_size_bytes(limits)
-    return Row(use=use, compaction=compaction, reclaimable_size_bytes=freed, topics=list(topics) or None)
+    return PlainRow(use=use, compaction=compaction, reclaimable_size_bytes=freed, topics=list(topics) or None)
 
 
 def _count_column(state: LedgerLiveness) -> Column:
-    def count(row: Row) -> int:
+    def count(row: PlainRow) -> int:
         return sum(each.state is state for each in row.use.ledgers)
 
     return Column(state.upper(), f"{state}Count", count, Kind.INTEGER, spare=1)
@@ -170,7 +172,7 @@ def garbage(
     limits = thresholds_of(run, thresholds)
     errors: list[BkctlError] = []
     sums = _GarbageTotals()
-    rows: Iterable[Row]
+    rows: Iterable[PlainRow]
     with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
         uses = collect_errors(log_uses(paths, liveness.states), errors)
         rows = sums.watch(_use_row(use, limits, liveness) for use in uses)
@@ -182,14 +184,14 @@ def garbage(
     run.out.raise_first(errors)
 
 
-def _modified(row: Row) -> float:
+def _modified(row: PlainRow) -> float:
     path: Path = row.use.path
     with suppress(OSError):
         return path.stat().st_mtime
     return 0
 
 
-_USE_KEYS: dict[LogOrder, Callable[[Row], float]] = {
+_USE_KEYS: dict[LogOrder, Callable[[PlainRow], float]] = {
     LogOrder.SIZE: lambda row: -row.use.total_size_bytes,
     LogOrder.GARBAGE: lambda row: -row.use.garbage_size_bytes,
     LogOrder.AGE: _modified,
@@ -216,7 +218,7 @@ class _GarbageTotals:
         #: By compaction.
         self.logs, self.freed, self.rewritten = Counter[str](), Counter[str](), Counter[str]()
 
-    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def watch(self, rows: Iterable[PlainRow]) -> Iterator[PlainRow]:
         """Yield the rows, counted."""
         for row in rows:
             self.count += 1

@@ -14,7 +14,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, UsageError
 
-from ..kit.columns import Output, Row, RowOrder, with_hex
+from ..kit.columns import Output, PlainRow, RowOrder, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.next_steps import next_column
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, flag
@@ -183,14 +183,14 @@ def list_logs(
         good = [path for path, summary in found.items() if summary.error is None]
         with open_liveness(run, good, errors) as liveness, run.job.working("Reading entry logs"):
             uses = {use.path: use for use in collect_errors(log_uses(good, liveness.states), errors)}
-        rows = [Row(summary=summary, use=uses.get(path)) for path, summary in found.items()]
+        rows = [PlainRow(summary=summary, use=uses.get(path)) for path, summary in found.items()]
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
         run.out.render(rows, LOG_GARBAGE_COLUMNS)
     elif order is LogOrder.ID:
-        run.out.render((Row(summary=each) for each in summaries), LOG_COLUMNS)
+        run.out.render((PlainRow(summary=each) for each in summaries), LOG_COLUMNS)
     else:
         ordered = sorted(summaries, key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms)
-        run.out.render((Row(summary=each) for each in ordered), LOG_COLUMNS)
+        run.out.render((PlainRow(summary=each) for each in ordered), LOG_COLUMNS)
     run.out.raise_first(errors)
 
 
@@ -218,7 +218,7 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
     run.out.raise_first(errors)
 
 
-def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[Row]:
+def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[PlainRow]:
     """Yield the ledgers' shares of each log; errors of logs go to `errors`."""
     from bkctl.files.entry_log import EntryLogReader
     from bkctl.files.listing import log_contents
@@ -234,7 +234,7 @@ def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[Row]:
             errors.append(error)
             continue
         for ledger, size_bytes in contents.sizes.items():
-            yield Row(
+            yield PlainRow(
                 path=path, log_id=content_id_of(path.name), ledger=ledger, size_bytes=size_bytes, contents=contents
             )
         if contents.error is not None:

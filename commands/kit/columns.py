@@ -126,7 +126,7 @@ class RowSelection(NamedTuple):
 ALL: Final = RowSelection()
 
 
-class Row(SimpleNamespace):
+class PlainRow(SimpleNamespace):
     """A row of values by name, for columns whose sources are these names."""
 
 

@@ -16,7 +16,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
 
-from ..kit.columns import Output, Row
+from ..kit.columns import Output, PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option, flag
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
@@ -51,7 +51,7 @@ def layout(run: Run) -> None:
     """
     with run.access.cluster() as cluster:
         stored = cluster.store.get(cluster.places.layout) is not None
-        row = Row(uri=cluster.uri, layout=cluster.layout(), instance_id=cluster.instance_id(), stored=stored)
+        row = PlainRow(uri=cluster.uri, layout=cluster.layout(), instance_id=cluster.instance_id(), stored=stored)
         run.out.show(row, LAYOUT_COLUMNS)
         if not stored:
             run.out.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
@@ -94,7 +94,7 @@ def get(
         return
     table = run.out.output is Output.TABLE and format is None
     value = readable_text(found.value) if table else binary_text(found.value, format)
-    run.out.show(Row(path=place, found=found, value=value), NODE_COLUMNS)
+    run.out.show(PlainRow(path=place, found=found, value=value), NODE_COLUMNS)
 
 
 def _holds_password(value: bytes) -> bool:

@@ -16,7 +16,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
 from ..kit.access import LoginOfTarget
-from ..kit.columns import Output, Row
+from ..kit.columns import Output, PlainRow
 from ..kit.command import Access, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag
@@ -72,7 +72,7 @@ def export(
             write_export(source, run.out.raw, activity.step)
             return
         exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
-    run.out.show(Row(file=file, instance_id=source.header.instance_id, exported=exported), EXPORTED_COLUMNS)
+    run.out.show(PlainRow(file=file, instance_id=source.header.instance_id, exported=exported), EXPORTED_COLUMNS)
 
 
 IMPORTED_COLUMNS = Columns(
@@ -93,7 +93,7 @@ Overwrite = Annotated[
 def show_imported(run: Run, imported: ImportSummary) -> None:
     """Print the counts of imported records by kind."""
     counts = {name: getattr(imported, name) for name in ("created", "replaced", "same")}
-    rows = (Row(kind=kind, **{name: count[kind] for name, count in counts.items()}) for kind in _SHOWN_KINDS)
+    rows = (PlainRow(kind=kind, **{name: count[kind] for name, count in counts.items()}) for kind in _SHOWN_KINDS)
     run.out.render(rows, IMPORTED_COLUMNS)
     if imported.unskipped_position is not None:
         run.out.note(

@@ -19,7 +19,7 @@ from ..kit.ledger_options import ScanFilter
 from ..kit.options import flag
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .common import ForJob, Job, JobResult, LedgersToScan, Sums, by_option, ledger_of, show_result, sums_of
-from .page import BARS_MAX, Bar, Plot, Section, Table, table, top_rows
+from .page import BARS_MAX, Bar, PageTable, Plot, Section, table, top_rows
 
 if TYPE_CHECKING:
     from bkctl.spark.engine import Frame
@@ -124,7 +124,7 @@ class InventoryResult(JobResult):
         return [Corrupt(row.reason) for row in self.damages]
 
     def sections(self) -> list[Section]:
-        blocks: list[Plot | Table] = []
+        blocks: list[Plot | PageTable] = []
         for title, by, name_of in _PLOTS:
             if by is InventoryBy.APPLICATION and self._job.connection is None:
                 continue
@@ -351,7 +351,7 @@ class GarbageResult(JobResult):
         bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRYLOG]
         of_bookies = [Bar(row.bookieId, _parts(row)) for row in top_rows(bookies[0])]
         of_logs = [Bar(f"{row.bookieId} {_log_text(row)}", _parts(row)) for row in top_rows(logs[0])]
-        blocks: list[Plot | Table] = [
+        blocks: list[Plot | PageTable] = [
             Plot("Remaining and dead bytes by bookie", of_bookies),
             table(*bookies),
             Plot("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
@@ -486,7 +486,7 @@ class JournalAuditResult(JobResult):
         sizes = (
             journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")
         )
-        blocks: list[Plot | Table] = [
+        blocks: list[Plot | PageTable] = [
             Plot(
                 "What a crash now would replay",
                 [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(sizes)],

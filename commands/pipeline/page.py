@@ -52,7 +52,7 @@ class Plot(NamedTuple):
         return size_text(value) if self.unit == "bytes" else f"{value:,}"
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """The first rows of a table, with the terminal's cells; `more` says how many rows there are, `none` is for none."""
 
     title: str | None
@@ -68,7 +68,7 @@ class Section(NamedTuple):
 
     title: str
     text: str
-    blocks: Sequence[Plot | Table]
+    blocks: Sequence[Plot | PageTable]
 
 
 def top_rows(frame: Frame) -> list[Any]:
@@ -76,11 +76,11 @@ def top_rows(frame: Frame) -> list[Any]:
     return list(frame.limit(BARS_MAX).collect())
 
 
-def table(frame: Frame, columns: Columns, *, title: str | None = None, none: str = "None.") -> Table:
+def table(frame: Frame, columns: Columns, *, title: str | None = None, none: str = "None.") -> PageTable:
     """Return the first rows of `frame`."""
     shown = [column for column in columns.columns if column.title is not None]
     rows = frame.limit(TABLE_ROWS_MAX + 1).collect()
-    return Table(
+    return PageTable(
         title,
         [str(column.title) for column in shown],
         [column.kind in (Kind.INTEGER, Kind.SIZE) for column in shown],

@@ -93,7 +93,7 @@ class Slots(NamedTuple):
 
 
 @dataclass
-class IndexFiles(InputPartition):
+class IndexFileGroup(InputPartition):
     """Some index files, or a part of one."""
 
     slots: list[Slots]
@@ -127,11 +127,11 @@ def group_files(
             continue
         size = HEADER_SIZE + (part.end - part.first) * SLOT_SIZE
         if group and (group_size + size > size_bytes or len(group) >= _FILES_MAX):
-            found.append(IndexFiles(group))
+            found.append(IndexFileGroup(group))
             group, group_size = [], 0
         group.append(part)
         group_size += size
-    return [*found, IndexFiles(group)] if group else found
+    return [*found, IndexFileGroup(group)] if group else found
 
 
 class IndexPlanner:
@@ -449,7 +449,7 @@ class IndexReader(QueryReader):
 
         Raises Conflict if a file is shorter than planned, NotFound if it was deleted.
         """
-        if isinstance(partition, IndexFiles):
+        if isinstance(partition, IndexFileGroup):
             gathered = _GatheredFiles()
             for slots in partition.slots:
                 yield from self._permitting(slots.path, slots.bookie_id, self._read_file(slots, gathered))

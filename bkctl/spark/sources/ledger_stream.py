@@ -32,9 +32,9 @@ from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.ledgers import (
     NAME,
     EntryRange,
-    EntryReader,
     Extent,
     LedgerEntries,
+    LedgerEntryReader,
     LedgerQuerySettings,
     cut,
     extents,
@@ -169,7 +169,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
         self._settings, options = settings, settings.options
-        self._entries = EntryReader(settings, schema)
+        self._entries = LedgerEntryReader(settings, schema)
         self._entries_max = options.integer("maxEntriesPerTrigger", 0, 1) or None
         given = options.text("maxBytesPerTrigger")
         self._bytes_max = None if given is None else options.size_bytes("maxBytesPerTrigger", 1)

@@ -189,7 +189,7 @@ class LedgerReader(QueryReader):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         self._settings = LedgerQuerySettings(options)
-        self._entries = EntryReader(self._settings, schema)
+        self._entries = LedgerEntryReader(self._settings, schema)
 
     @classmethod
     def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
@@ -240,7 +240,7 @@ class LedgerReader(QueryReader):
             yield entry_ids[0], entry_ids[-1]
 
 
-class EntryReader:
+class LedgerEntryReader:
     """Reads the entries of partitions in a task. Unless `failOnDataLoss`, skips what is unread of deleted ledgers."""
 
     def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
