@@ -194,9 +194,8 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
     def _write_logs(self) -> None:
         for logger in self.entry_loggers:
             while True:
-                logger.seal()  # entries that left a full directory, too: the memtable is about to forget them
                 try:
-                    logger.write()
+                    logger.write()  # entries that left a full directory, too: the memtable is about to forget them
                 except OSError as error:
                     if error.errno not in NO_SPACE or not self._relocate():
                         raise
