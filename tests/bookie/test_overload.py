@@ -16,7 +16,7 @@ import pytest
 from support.servers import DB, INTERLEAVED, SORTED
 from support.waiting import LIMIT_S
 
-from bkctl.bookie import long_polls
+from bkctl.bookie import reads
 from bkctl.bookie.bookie import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
@@ -461,7 +461,7 @@ def test_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cl
 async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_polls, "LONG_POLLS_MAX", 5)
+    monkeypatch.setattr(reads, "LONG_POLLS_MAX", 5)
 
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
