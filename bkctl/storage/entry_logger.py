@@ -111,30 +111,11 @@ class EntryLogger:
         self.full_directory: Path | None = None
         self._failed: OSError | None = None
         for directory in self.directories:
-            self._settle_compactions(directory)
+            _settle_compactions(self._files, directory)
             for log_id, path in _logs_in(directory):
                 self._paths.setdefault(log_id, path)
         self._flushed = set(self._paths)
         self._last_id = max([*self._paths, *map(_read_last_id, self.directories)], default=-1)
-
-    def _settle_compactions(self, directory: Path) -> None:
-        """Remove the unfinished logs of compactions, and give the finished ones the name of an entry log.
-
-        The index may point into a finished one and into its source log. Source: incompleteCompactionLogs.
-        """
-        changed = False
-        for name in _names_in(directory):
-            compaction = formats.compaction_of(name)
-            if compaction is None:
-                continue
-            final = directory / formats.file_name(compaction.log_id)
-            if compaction.source_id is None or final.exists():
-                self._files.remove(directory / name)
-            else:
-                self._files.rename(directory / name, final)
-            changed = True
-        if changed:
-            self._files.sync_directory(directory)
 
     @property
     def log_ids(self) -> list[int]:
@@ -462,6 +443,26 @@ class CompactionLog:
         """Remove the log; nothing may point into it. Raises OSError."""
         self._files.remove(self._file.path)
         self._files.sync_directory(self._file.path.parent)
+
+
+def _settle_compactions(files: Files, directory: Path) -> None:
+    """Remove the unfinished logs of compactions, and give the finished ones the name of an entry log.
+
+    The index may point into a finished one and into its source log. Source: incompleteCompactionLogs.
+    """
+    changed = False
+    for name in _names_in(directory):
+        compaction = formats.compaction_of(name)
+        if compaction is None:
+            continue
+        final = directory / formats.file_name(compaction.log_id)
+        if compaction.source_id is None or final.exists():
+            files.remove(directory / name)
+        else:
+            files.rename(directory / name, final)
+        changed = True
+    if changed:
+        files.sync_directory(directory)
 
 
 def _ids_of(body: Buffer) -> tuple[LedgerId, int]:
