@@ -1,4 +1,4 @@
-"""LedgerIndexFiles: one index file a ledger, for the entry logs of all directories, of Sorted and InterleavedLedgerStorage.
+"""LedgerIndexFiles: one index file a ledger, for the entry logs of all directories of Sorted and Interleaved.
 
 An index file only ever points into synced entry logs. Entries of scoped ledgers have entry logs of their own, below
 `current/scoped`. Source: LedgerCacheImpl; BP-35.
