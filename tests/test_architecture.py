@@ -162,7 +162,6 @@ def test_commands_spark_and_replication_use_public_names_only(path: Path) -> Non
 CLASS_LINES_MAX, CLASS_METHODS_MAX = 400, 25
 #: Classes over these limits.
 LARGE_CLASSES = {
-    "EntryLogger": "readers, writers and the removal of entry logs share the open files and their lock",
     "IndexInMemPageMgr": "Java's class of this name, method by method",
     "IndexPersistenceMgr": "Java's class of this name, method by method",
     "JournalReader": "replay, verification and search read records by the same state",

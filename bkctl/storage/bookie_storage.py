@@ -79,7 +79,7 @@ class BookieStorage:
         self.ledgers = open_ledger_storage(config, self.files, chance=chance)
         self.ledger_directories = self.ledgers.ledger_directories
         self.index_directories = self.ledgers.index_directories
-        # EntryReader and LedgerStorage describe these.
+        # StoredEntryReader and LedgerStorage describe these.
         reader = self.ledgers.reader
         self.find, self.find_all, self.read, self.read_all = reader.find, reader.find_all, reader.read, reader.read_all
         self.seal_entries, self.write_entries = self.ledgers.seal_entries, self.ledgers.write_entries

@@ -1,7 +1,7 @@
 """EntryLogger: the writer of the entry logs of one id space.
 
-An entry has its location once it is added. One storage thread writes chunks of entries later, in order; checkpoints
-sync them. Garbage collection removes logs and writes compacted ones. Scope 0 has one EntryLogger over the
+An entry has its location once it is added, and is written with those added before it, in order; checkpoints sync
+them. Garbage collection removes logs and writes compacted ones. Scope 0 has one EntryLogger over the
 ledger directories' `current/`, all other scopes share another over `current/scoped/`.
 Source: DefaultEntryLogger, EntryLoggerAllocator; BP-35.
 """
@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,9 +74,9 @@ class Chunk:
 class EntryLogger:
     """Writer of the entry logs in `directories`, which share one id space. Records are entries behind an int32 size.
 
-    Creating one finishes or rolls back an interrupted compaction (Apache's or ours). `add_all`, `seal`, `stay_in` and
-    `relocate` belong to one thread at a time; any thread may call the other methods, and `sync` while
-    another thread writes. `preallocates`: the file of the next log is created together with the one that begins.
+    Creating one finishes or rolls back an interrupted compaction (Apache's or ours). `add_all`, `stay_in`, `write`
+    and `relocate` belong to one thread at a time; any thread may call the other methods, and `sync` while another
+    thread writes. `preallocates`: the file of the next log is created together with the one that begins.
     """
 
     def __init__(
@@ -98,9 +99,8 @@ class EntryLogger:
         self._next: OpenLog | None = None
         self._chunk_start = 0
         self._records: list[bytes] = []
-        self._unwritten: tuple[Chunk, ...] = ()
+        self._unwritten: deque[Chunk] = deque()
         self._lock = threading.Lock()
-        self._write_lock = threading.Lock()
         self._create_lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._reader = LocationReader(files, self.directories, self._paths)
@@ -111,30 +111,11 @@ class EntryLogger:
         self.full_directory: Path | None = None
         self._failed: OSError | None = None
         for directory in self.directories:
-            self._settle_compactions(directory)
+            _settle_compactions(self._files, directory)
             for log_id, path in _logs_in(directory):
                 self._paths.setdefault(log_id, path)
         self._flushed = set(self._paths)
         self._last_id = max([*self._paths, *map(_read_last_id, self.directories)], default=-1)
-
-    def _settle_compactions(self, directory: Path) -> None:
-        """Remove the unfinished logs of compactions, and give the finished ones the name of an entry log.
-
-        The index may point into a finished one and into its source log. Source: incompleteCompactionLogs.
-        """
-        changed = False
-        for name in _names_in(directory):
-            compaction = formats.compaction_of(name)
-            if compaction is None:
-                continue
-            final = directory / formats.file_name(compaction.log_id)
-            if compaction.source_id is None or final.exists():
-                self._files.remove(directory / name)
-            else:
-                self._files.rename(directory / name, final)
-            changed = True
-        if changed:
-            self._files.sync_directory(directory)
 
     @property
     def log_ids(self) -> list[int]:
@@ -161,7 +142,7 @@ class EntryLogger:
 
     @property
     def buffered_bytes(self) -> int:
-        """Return the bytes added that no chunk holds yet."""
+        """Return the bytes added since the last `write`, of the log that is being written."""
         return 0 if self._log is None else self._log.position - self._chunk_start
 
     def add_all(self, ledger: LedgerId, records: Sequence[bytes]) -> list[int]:
@@ -233,32 +214,28 @@ class EntryLogger:
 
     def _close_log(self, log: OpenLog) -> None:
         """Seal the last chunk of `log` together with its ledgers map."""
-        self.seal(totals=log.totals)
+        self._seal(totals=log.totals)
         self._log = None
 
-    def seal(self, totals: dict[LedgerId, int] | None = None) -> None:
-        """Hand everything added so far to the storage thread's next `write`."""
+    def _seal(self, totals: dict[LedgerId, int] | None = None) -> None:
+        """Make a chunk of everything added since the last one; `totals` is the ledgers map if it ends the log."""
         log = self._log
-        if log is None or (not self._records and totals is None):
-            return
-        chunk = Chunk(log, self._chunk_start, self._records, totals)
-        with self._lock:
-            self._unwritten = (*self._unwritten, chunk)
-        self._records, self._chunk_start = [], log.position
+        if log is not None and (self._records or totals is not None):
+            self._unwritten.append(Chunk(log, self._chunk_start, self._records, totals))
+            self._records, self._chunk_start = [], log.position
 
     def write(self) -> None:
-        """Write the sealed chunks to their files, unsynced. Raises OSError; the next call writes the rest."""
-        with self._write_lock:
-            while self._unwritten:
-                chunk = self._unwritten[0]
-                try:
-                    self._write_chunk(chunk)
-                except OSError as error:
-                    self.full_directory = chunk.log.path.parent if error.errno in DISK_FULL else None
-                    raise
-                with self._lock:
-                    self._unwritten = self._unwritten[1:]
-            self.full_directory = None
+        """Write everything added so far, unsynced. Raises OSError; the next call writes the rest."""
+        self._seal()
+        while self._unwritten:
+            chunk = self._unwritten[0]
+            try:
+                self._write_chunk(chunk)
+            except OSError as error:
+                self.full_directory = chunk.log.path.parent if error.errno in DISK_FULL else None
+                raise
+            self._unwritten.popleft()
+        self.full_directory = None
 
     def _write_chunk(self, chunk: Chunk) -> None:
         log = chunk.log
@@ -325,31 +302,29 @@ class EntryLogger:
         Return False if that is the full directory. Call `moved` with the new locations, for the index; the old ones
         are on no disk. The log in the full directory ends where it is. Raises what `moved` raises.
         """
-        with self._write_lock:
-            full, self.full_directory = self.full_directory, None
-            if full is None or self.directories[self._pick_directory()] == full:
-                return False
-            self.seal()
-            stuck = [chunk for chunk in self._unwritten if chunk.log.path.parent == full]
-            if self._log is not None and self._log.path.parent == full:
-                self._log = None
-            if self._next is not None and self._next.path.parent == full:
-                following, self._next = self._next, None
-                self._abandon(following)
-            moves: list[Move] = []
-            for chunk in stuck:
-                at = chunk.start + RECORD_SIZE.size
-                for record in chunk.records:
-                    ledger, entry_id = _ids_of(body_of(record))
-                    (new,) = self.add_all(ledger, (record,))
-                    moves.append(Move(ledger, entry_id, chunk.log.base | at, new))
-                    at += len(record)
-            moved(moves)
-            with self._lock:
-                self._unwritten = tuple(chunk for chunk in self._unwritten if chunk not in stuck)
-            for log, start in {chunk.log: chunk.start for chunk in reversed(stuck)}.items():
-                self._end_early(log, start)
-            return True
+        full, self.full_directory = self.full_directory, None
+        if full is None or self.directories[self._pick_directory()] == full:
+            return False
+        self._seal()
+        stuck = [chunk for chunk in self._unwritten if chunk.log.path.parent == full]
+        if self._log is not None and self._log.path.parent == full:
+            self._log = None
+        if self._next is not None and self._next.path.parent == full:
+            following, self._next = self._next, None
+            self._abandon(following)
+        moves: list[Move] = []
+        for chunk in stuck:
+            at = chunk.start + RECORD_SIZE.size
+            for record in chunk.records:
+                ledger, entry_id = _ids_of(body_of(record))
+                (new,) = self.add_all(ledger, (record,))
+                moves.append(Move(ledger, entry_id, chunk.log.base | at, new))
+                at += len(record)
+        moved(moves)
+        self._unwritten = deque(chunk for chunk in self._unwritten if chunk not in stuck)
+        for log, start in {chunk.log: chunk.start for chunk in reversed(stuck)}.items():
+            self._end_early(log, start)
+        return True
 
     def _end_early(self, log: OpenLog, end: int) -> None:
         """End `log` at byte `end` without a ledgers map, as if the bookie had been killed then."""
@@ -468,6 +443,26 @@ class CompactionLog:
         """Remove the log; nothing may point into it. Raises OSError."""
         self._files.remove(self._file.path)
         self._files.sync_directory(self._file.path.parent)
+
+
+def _settle_compactions(files: Files, directory: Path) -> None:
+    """Remove the unfinished logs of compactions, and give the finished ones the name of an entry log.
+
+    The index may point into a finished one and into its source log. Source: incompleteCompactionLogs.
+    """
+    changed = False
+    for name in _names_in(directory):
+        compaction = formats.compaction_of(name)
+        if compaction is None:
+            continue
+        final = directory / formats.file_name(compaction.log_id)
+        if compaction.source_id is None or final.exists():
+            files.remove(directory / name)
+        else:
+            files.rename(directory / name, final)
+        changed = True
+    if changed:
+        files.sync_directory(directory)
 
 
 def _ids_of(body: Buffer) -> tuple[LedgerId, int]:

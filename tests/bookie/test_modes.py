@@ -39,7 +39,6 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage.ledger.factory import open_ledger_storage
 
 PLAIN, SCOPED, NEW = LedgerId(0, 5), LedgerId(7, 5), LedgerId(0, 6)
 
@@ -523,8 +522,7 @@ def test_replay_beyond_the_memory_bound_needs_space(
     before = sorted(tmp_path.rglob("*.txn")) + sorted(tmp_path.rglob("*.log"))
     files.is_full = True
     with monkeypatch.context() as small:
-        kind = type(open_ledger_storage(BookieConfig(ledger_storage_class=storage_class), files))
-        small.setattr(kind, "unwritten_bytes_max", 2 << 20)
+        small.setattr("bkctl.storage.ledger.sorted_ledger_storage.UNWRITTEN_BYTES_MAX", 2 << 20)
         with pytest.raises(BkctlError, match="The journals hold more than") as refused:
             on_a_bookie(tmp_path, cluster, read, files, **settings)
     assert "make space" in str(refused.value.hint)

@@ -16,7 +16,7 @@ import pytest
 from support.servers import DB, INTERLEAVED, SORTED
 from support.waiting import LIMIT_S
 
-from bkctl.bookie import long_polls
+from bkctl.bookie import reads
 from bkctl.bookie.bookie import Bookie
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
@@ -36,7 +36,6 @@ from bkctl.protocol.messages import (
     ReadRequest,
     Status,
 )
-from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 
 HOUR_MS = 3_600_000
 
@@ -60,7 +59,7 @@ async def test_held_adds_continue_without_another_request_or_checkpoint(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     bookie = bookie_of(cluster, tmp_path, ledger_storage_class=storage)
-    monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
+    monkeypatch.setattr(bookie.storage.ledgers, "unwritten_bytes_max", 0)
     await bookie.start()
     async with BookKeeper(cluster) as bookkeeper:
         writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
@@ -146,7 +145,7 @@ async def test_bookie_gives_up_when_one_of_its_threads_dies(
         raise kind(f"a defect in {method}")
 
     bookie = bookie_of(cluster, tmp_path, flush_interval=10)
-    monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
+    monkeypatch.setattr(bookie.storage.ledgers, "unwritten_bytes_max", 0)
     await bookie.start()
     parts = {"commits": bookie.storage.commits[0], "checkpoints": bookie.storage.checkpoints}
     part, _, name = method.rpartition(".")
@@ -310,7 +309,7 @@ async def pour(port: int, ledger_id: int, count: int, size: int) -> list[int]:
 def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SortedLedgerStorage, "unwritten_bytes_max", 8 << 20)
+    monkeypatch.setattr("bkctl.storage.ledger.sorted_ledger_storage.UNWRITTEN_BYTES_MAX", 8 << 20)
     clients, count, size = 4, 600, 64 << 10  # 150 MiB
     most = 0
 
@@ -462,7 +461,7 @@ def test_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cl
 async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_polls, "LONG_POLLS_MAX", 5)
+    monkeypatch.setattr(reads, "LONG_POLLS_MAX", 5)
 
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
@@ -498,7 +497,8 @@ async def test_lists_of_entries_that_wait_for_their_turn_copy_nothing_yet(
     may_list, copies = threading.Event(), []
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
-    entry_ids = bookie.storage.ledgers.entry_ids
+    reader = bookie.storage.ledgers.reader
+    entry_ids = reader.entry_ids
 
     def held(*arguments: Any) -> Any:
         copies.append(arguments)
@@ -507,7 +507,7 @@ async def test_lists_of_entries_that_wait_for_their_turn_copy_nothing_yet(
         list_ids = entry_ids(*arguments)
         return lambda: may_list.wait(LIMIT_S) and list_ids()
 
-    monkeypatch.setattr(bookie.storage.ledgers, "entry_ids", held)
+    monkeypatch.setattr(reader, "entry_ids", held)
     client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
     kept, deleted = LedgerId(0, 5), LedgerId(0, 6)
     for ledger in (kept, deleted):

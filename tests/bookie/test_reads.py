@@ -36,7 +36,7 @@ from bkctl.protocol.messages import (
 )
 from bkctl.protocol.runs import ReadRun
 from bkctl.protocol.served_connection import ServedConnection
-from bkctl.storage.ledger.entry_reader import EntryReader
+from bkctl.storage.ledger.entry_reader import StoredEntryReader
 
 COUNT = 120
 OTHER = LedgerId(0, 6)
@@ -365,7 +365,7 @@ def test_runs_that_follow_one_on_a_slow_disk_are_answered_with_it(
 ) -> None:  # fmt: skip
     """Also when it fails, and when its client or theirs is gone; adds and other ledgers do not wait."""
     is_free, is_broken = threading.Event(), threading.Event()
-    real = EntryReader.read_all
+    real = StoredEntryReader.read_all
 
     def slow(self: Any, handle: Any, entry_ids: Any, size_max: int) -> Any:
         if handle.ledger == ledger:
@@ -378,7 +378,7 @@ def test_runs_that_follow_one_on_a_slow_disk_are_answered_with_it(
         config = config_for(tmp_path, ledger_storage_class=storage_class)
         async with serving(config, cluster) as bookie, connected(bookie, protocol) as connection:
             await fill(connection, ledger)
-        monkeypatch.setattr(EntryReader, "read_all", slow)
+        monkeypatch.setattr(StoredEntryReader, "read_all", slow)
         # Without the page cache, so that every read needs a thread.
         monkeypatch.setattr(StorageFile, "read_cached", lambda *_: None)
         for fails in (True, False):

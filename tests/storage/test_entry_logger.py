@@ -45,7 +45,6 @@ def test_log_counts_as_flushed_once_complete_and_synced(tmp_path: Path) -> None:
     logger = open_logger(tmp_path)
     for entry_id in range(60):
         add(logger, LEDGER, entry_id)
-    logger.seal()
     assert logger.flushed_log_ids() == []
     logger.write()
     assert logger.flushed_log_ids() == []
@@ -64,7 +63,6 @@ def test_batched_adds_have_the_locations_of_single_adds(tmp_path: Path) -> None:
         locations = []
         for start in range(0, len(bodies), count):
             locations += logger.add_all(LEDGER, [record_of(body) for body in bodies[start : start + count]])
-        logger.seal()
         logger.write()
         for entry_id, location in enumerate(locations):
             assert logger.read(location, LEDGER, entry_id) == bodies[entry_id]
@@ -143,11 +141,9 @@ def test_entries_leave_a_full_disk(tmp_path: Path, written: bool, closed: bool) 
     locations = []
     if written:
         locations += [add(logger, LEDGER, entry_id) for entry_id in range(2)]
-        logger.seal()
         logger.write()
     before = len(locations)
     locations += [add(logger, LEDGER, entry_id) for entry_id in range(before, before + 3)]
-    logger.seal()
     locations.append(add(logger, LEDGER, before + 3))
     if closed:
         logger.stay_in([1])
@@ -166,7 +162,6 @@ def test_entries_leave_a_full_disk(tmp_path: Path, written: bool, closed: bool) 
     assert [(move.entry_id, move.old) for move in told] == list(enumerate(locations))[before:]
     locations[before:] = [move.new for move in told]
     locations.append(add(logger, LEDGER, before + 4))
-    logger.seal()
     logger.write()
     logger.sync()
     image = open_logger(files.crash(tmp_path / "image"))
@@ -188,7 +183,6 @@ def test_entries_stay_where_the_last_write_found_space(tmp_path: Path, code: int
     picked = [0]
     logger = open_logger(tmp_path, files, pick_directory=lambda: picked[0])
     location = add(logger, LEDGER, 0)
-    logger.seal()
     files.faults.append(Fault("create", "/a/0.log", errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         logger.write()
@@ -212,7 +206,6 @@ def test_preallocates_the_next_log_in_the_same_directory(tmp_path: Path) -> None
     logger = open_logger(tmp_path, preallocates=True)
     for entry_id in range(60):
         add(logger, LEDGER, entry_id)
-        logger.seal()
         logger.write()
     logger.sync()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["0.log", "1.log", "2.log", "3.log", "lastId"]
@@ -230,7 +223,6 @@ def test_read_following_stops_at_another_ledger(tmp_path: Path, ledger: LedgerId
     locations = [add(logger, ledger, entry_id) for entry_id in range(5)]
     add(logger, other, 0)
     add(logger, ledger, 5)
-    logger.seal()
     logger.write()
     size = len(body_of(ledger, 0)) + 4
 
@@ -251,7 +243,6 @@ def test_failed_preallocation_does_not_fail_the_current_log(tmp_path: Path) -> N
     files = SimulatedFiles(tmp_path)
     logger = open_logger(tmp_path, files, preallocates=True)
     location = add(logger, LEDGER, 0)
-    logger.seal()
     files.faults = [Fault("write", "a/1.log", errno.ENOSPC)]
     logger.write()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["0.log", "lastId"]
@@ -264,7 +255,6 @@ def test_late_reader_does_not_keep_a_removed_log_open(tmp_path: Path, monkeypatc
     files = Files()
     logger = open_logger(tmp_path, files)
     location = add(logger, LEDGER, 0)
-    logger.seal()
     logger.write()
     opened: list[weakref.ref[StorageFile]] = []
 
@@ -286,7 +276,6 @@ def test_short_read_following_result_keeps_little_memory(tmp_path: Path) -> None
     logger = open_logger(tmp_path, size_limit=1 << 20)
     first = add(logger, LEDGER, 0)
     add(logger, OTHER, 0, size=1 << 16)
-    logger.seal()
     logger.write()
     ((_, body),) = logger.read_following(first, LEDGER, size_max=1 << 16)
     assert body == body_of(LEDGER, 0)

@@ -334,7 +334,6 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
                 if changes.located is None:
                     changes.located = self._append(changes)
             for logger in self.loggers:
-                logger.seal()
                 logger.write()
                 logger.sync()
             for changes in self._unfinished:
@@ -355,13 +354,11 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
             into.locations.extend(logger.add_all(ledger, list(map(entries.__getitem__, entry_ids))))
             into.entry_ids.extend(entry_ids)
             into.runs.append((ledger, len(entry_ids)))
-            if logger.buffered_bytes >= CHUNK_SIZE_BYTES:
-                logger.seal()
-                if writes:
-                    try:
-                        logger.write()
-                    except OSError:
-                        writes = False  # all entries get locations first: the caller's `write` tries again
+            if writes and logger.buffered_bytes >= CHUNK_SIZE_BYTES:
+                try:
+                    logger.write()
+                except OSError:
+                    writes = False  # all entries get locations first: the caller's `write` tries again
         return located
 
     def _write_indexes(self, changes: _Changes) -> None:

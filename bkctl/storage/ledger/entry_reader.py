@@ -1,4 +1,4 @@
-"""EntryReader: entries of ledgers, read from the memtable, else from entry logs by the index."""
+"""StoredEntryReader: entries of ledgers, read from the memtable, else from entry logs by the index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bkctl.storage.ledger.ledger_handle import Handle, IsWanted, always
 _BODY_AT: Final = RECORD_SIZE.size
 
 
-class EntryReader(Generic[Handle]):
+class StoredEntryReader(Generic[Handle]):
     """Reader of the entries in `table`, and of those that are indexed: looked for in this order, none is missed."""
 
     def __init__(self, table: EntryMemTable[Handle]) -> None:

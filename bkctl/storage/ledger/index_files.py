@@ -1,4 +1,4 @@
-"""IndexFiles: one index file a ledger, for the entry logs of all directories, of Sorted and InterleavedLedgerStorage.
+"""LedgerIndexFiles: one index file a ledger, for the entry logs of all directories of Sorted and Interleaved.
 
 An index file only ever points into synced entry logs. Entries of scoped ledgers have entry logs of their own, below
 `current/scoped`. Source: LedgerCacheImpl; BP-35.
@@ -24,7 +24,7 @@ log: Final = logging.getLogger("bkctl.bookie")
 UNWRITTEN_LEDGERS_MAX: Final = 100
 
 
-class IndexFiles(EntryIndex[IndexedHandle]):
+class LedgerIndexFiles(EntryIndex[IndexedHandle]):
     """The index of the logs that `loggers` write. `handles` are the ledgers in memory."""
 
     def __init__(

@@ -21,7 +21,7 @@ from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger
 from bkctl.storage.ledger.entry_mem_table import ENTRY_OVERHEAD_BYTES, EntryMemTable
-from bkctl.storage.ledger.entry_reader import EntryReader
+from bkctl.storage.ledger.entry_reader import StoredEntryReader
 from bkctl.storage.ledger.ledger_handle import EntryIndex, Handle
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ class LedgerStorage(ABC, Generic[Handle]):
         self.index_directories = [Path(directory) / CURRENT for directory in config.index_or_ledger_directories]
         #: The handles in memory, for the hot path.
         self.handles: dict[LedgerId, Handle] = {}
-        #: Those whose master key, fence or explicit LAC the next flush writes.
+        #: Handles whose master key, fence or explicit LAC the next flush writes.
         self._changed: dict[LedgerId, Handle] = {}
         self.table: EntryMemTable[Handle] = EntryMemTable(overhead_bytes)
-        self.reader = EntryReader(self.table)
+        self.reader = StoredEntryReader(self.table)
 
     @abstractmethod
     def open(self) -> None:

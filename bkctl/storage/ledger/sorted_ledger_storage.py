@@ -22,7 +22,7 @@ from bkctl.formats.index import ENTRY_ID_MAX, index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger
 from bkctl.storage.ledger.entry_mem_table import Snapshot
-from bkctl.storage.ledger.index_files import IndexFiles
+from bkctl.storage.ledger.index_files import LedgerIndexFiles
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
 from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, UNWRITTEN_BYTES_MAX, LedgerStorage
@@ -71,7 +71,7 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
             self.files.make_directory(directory)
         self.persistence.prune()
         loggers = self._open_loggers(self.ledger_directories)
-        self.index = IndexFiles(self.persistence, self.pages, loggers, self.handles)
+        self.index = LedgerIndexFiles(self.persistence, self.pages, loggers, self.handles)
         self.indexes = [self.index]
 
     def close(self) -> None:
@@ -194,9 +194,8 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
     def _write_logs(self) -> None:
         for logger in self.entry_loggers:
             while True:
-                logger.seal()  # entries that left a full directory, too: the memtable is about to forget them
                 try:
-                    logger.write()
+                    logger.write()  # entries that left a full directory, too: the memtable is about to forget them
                 except OSError as error:
                     if error.errno not in NO_SPACE or not self._relocate():
                         raise
