@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from bkctl.client.bookies import BookieChannel, error_of
 from bkctl.client.ensemble import update_metadata, with_fragment
-from bkctl.client.placement import replace_bookies
+from bkctl.client.placement import choose_replacements
 from bkctl.client.reader import LedgerAccess, restate
 from bkctl.errors import (
     BkctlError,
@@ -427,14 +427,19 @@ class AddPipeline:
         return access.metadata.last_fragment.bookies
 
     def _replaced(self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str]) -> tuple[str, ...]:
-        """Return `ensemble` with other bookies in place of `failed`. Blocks."""
-        access = self.access
-        registered = access.pool.registered()
-        return replace_bookies(
-            ensemble, failed, access.metadata.write_quorum_size, registered,
-            access.pool.placement(registered, ensemble), scoped=access.scoped,
-            ack_quorum_size=access.metadata.ack_quorum_size, exclude=excluded, avoid=access.pool.suspects(),
+        """Return `ensemble` with others in place of `failed` bookies that are still at their indexes. Blocks.
+
+        Source: EnsembleUtils.replaceBookiesInEnsemble.
+        """
+        access, pool = self.access, self.access.pool
+        indexes = [index for index, bookie_id in failed.items() if ensemble[index] == bookie_id]
+        registered = pool.registered()
+        chosen = choose_replacements(
+            ensemble, indexes, access.metadata.write_quorum_size, registered, pool.placement(registered, ensemble),
+            scoped=access.scoped, ack_quorum_size=access.metadata.ack_quorum_size,
+            exclude={*failed.values(), *excluded}, avoid=pool.suspects(),
         )  # fmt: skip
+        return tuple(chosen.get(index, bookie_id) for index, bookie_id in enumerate(ensemble))
 
     def _end(self, error: BkctlError) -> None:
         """End the pipeline: pending adds fail with `error`, and no more are accepted."""

@@ -16,6 +16,7 @@ import re
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -253,7 +254,7 @@ class BookieConnection(FramedProtocol):
         if not self._queue_run(requests, answered):
             unsent = iter(requests)
             try:
-                (self._queue_v2 if self._is_v2 else self._queue_v3)(unsent, answered)
+                self._queue(unsent, answered)
             except BkctlError as error:
                 sent_count = len(requests) - 1 - len(list(unsent))
                 if not sent_count:
@@ -293,41 +294,32 @@ class BookieConnection(FramedProtocol):
         self._out_size += len(frames)
         return True
 
-    def _queue_v2(self, requests: Iterable[Request], answered: Answered) -> None:
-        out, packets, expiry = self._out, self._packets, self._tick + _TICKS_PER_TIMEOUT + 1
-        sent, owed = packets.sent, packets.owed
+    def _queue(self, requests: Iterable[Request], answered: Answered) -> None:
+        """Queue requests frame by frame."""
+        out, packets, is_v2, expiry = self._out, self._packets, self._is_v2, self._tick + _TICKS_PER_TIMEOUT + 1
         for request in requests:
-            count = len(out)
-            key, size = v2.encode_request(request, out)
+            count, txn_id = len(out), self._txn_id + 1
+            key: v2.Key = (0, 0, txn_id)
+            if is_v2:
+                key, size = v2.encode_request(request, out)
+            else:
+                size = v3.encode_request(txn_id, request, out)
             if size > FRAME_SIZE_BYTES_MAX:
-                self._take_back(count, size)
-            if (key in sent or owed) and packets.must_hold(key, request):
                 del out[count:]
-                packets.hold(key, (answered, request, expiry))
-            else:
-                self._out_size += size
-                packets.expect(key, (answered, request, expiry))
-
-    def _queue_v3(self, requests: Iterable[Request], answered: Answered) -> None:
-        out, calls, expiry = self._out, self._calls, self._tick + _TICKS_PER_TIMEOUT + 1
-        for request in requests:
-            count = len(out)
-            txn_id = self._txn_id + 1
-            size = v3.encode_request(txn_id, request, out)
-            if size > FRAME_SIZE_BYTES_MAX:
-                self._take_back(count, size)
-            self._out_size += size
-            self._txn_id = txn_id
+                raise UsageError(f"A request of {size} bytes does not fit in a frame of {FRAME_SIZE_BYTES_MAX}")
+            pending = answered, request, expiry
             if type(request) is ReadRequest and request.timeout_ms is not None:
-                wait = math.ceil(request.timeout_ms / 1000 / self._tick_s)
-                calls[txn_id] = answered, request, expiry + wait
+                pending = answered, request, expiry + math.ceil(request.timeout_ms / 1000 / self._tick_s)
+            if not is_v2:
+                self._txn_id = txn_id
+                self._calls[txn_id] = pending
+            elif (key in packets.sent or packets.owed) and packets.must_hold(key, request):
+                del out[count:]
+                packets.held.setdefault(key, deque()).append(pending)
+                continue
             else:
-                calls[txn_id] = answered, request, expiry
-
-    def _take_back(self, count: int, size: int) -> None:
-        """Drop the frame behind `count` pieces, and raise UsageError, because `size` bytes are too large."""
-        del self._out[count:]
-        raise UsageError(f"A request of {size} bytes does not fit in a frame of {FRAME_SIZE_BYTES_MAX}")
+                packets.expect(key, pending)
+            self._out_size += size
 
     def _no_scopes(self, request: Request) -> BookieUnavailable:
         ledger = cast("ReadRequest", request).ledger
