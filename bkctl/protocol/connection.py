@@ -246,7 +246,9 @@ class BookieConnection(FramedProtocol):
         """
         problem = self._failure
         if problem is None and not self._is_v2 and not self._scopes and scope_of(requests[0]):
-            problem = None if requests[0] is _PROBE else self._no_scopes(requests[0])
+            ledger = cast("ReadRequest", requests[0]).ledger
+            message = f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}"
+            problem = None if requests[0] is _PROBE else BookieUnavailable(message)
         if problem is not None:
             answered(requests, [restated(problem) for _ in requests])
             return
@@ -320,10 +322,6 @@ class BookieConnection(FramedProtocol):
             else:
                 packets.expect(key, pending)
             self._out_size += size
-
-    def _no_scopes(self, request: Request) -> BookieUnavailable:
-        ledger = cast("ReadRequest", request).ledger
-        return BookieUnavailable(f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}")
 
     async def supports_scopes(self) -> bool:
         """Return True if the bookie serves scopes other than 0; asked once per connection (READ_LAC of SCOPE_PROBE).
