@@ -301,18 +301,14 @@ class BookieConnection(FramedProtocol):
         out, packets, is_v2, expiry = self._out, self._packets, self._is_v2, self._tick + _TICKS_PER_TIMEOUT + 1
         for request in requests:
             count, txn_id = len(out), self._txn_id + 1
-            key: v2.Key = (0, 0, txn_id)
-            if is_v2:
-                key, size = v2.encode_request(request, out)
-            else:
-                size = v3.encode_request(txn_id, request, out)
+            key, size = v2.encode_request(request, out) if is_v2 else (None, v3.encode_request(txn_id, request, out))
             if size > FRAME_SIZE_BYTES_MAX:
                 del out[count:]
                 raise UsageError(f"A request of {size} bytes does not fit in a frame of {FRAME_SIZE_BYTES_MAX}")
             pending = answered, request, expiry
             if type(request) is ReadRequest and request.timeout_ms is not None:
                 pending = answered, request, expiry + math.ceil(request.timeout_ms / 1000 / self._tick_s)
-            if not is_v2:
+            if key is None:
                 self._txn_id = txn_id
                 self._calls[txn_id] = pending
             elif (key in packets.sent or packets.owed) and packets.must_hold(key, request):
