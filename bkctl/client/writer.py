@@ -93,7 +93,8 @@ class AddPipeline:
         #: The error that ended the pipeline.
         self.error: BkctlError | None = None
         self.ensemble: tuple[str, ...] = access.metadata.last_fragment.bookies
-        self._next_id = last_add_confirmed + 1
+        #: The id after that of the last entry added.
+        self.next_id = last_add_confirmed + 1
         self._recovery = recovery
         self._on_end = on_end
         self._pending: dict[int, _PendingAdd] = {}
@@ -124,16 +125,6 @@ class AddPipeline:
 
     # Adding.
 
-    @property
-    def pending_count(self) -> int:
-        """Number of unacknowledged entries."""
-        return len(self._pending)
-
-    @property
-    def last_add_pushed(self) -> int:
-        """Id of the last entry added; -1: none."""
-        return self._next_id - 1
-
     def add(
         self, payload: Buffer, future: AddFuture | None = None, *,
         entry_id: int | None = None, length: int | None = None,
@@ -153,7 +144,7 @@ class AddPipeline:
                 hint="wait with 'await handle.ready()' before each add, or use add_all",
             )
         if entry_id is None:
-            entry_id = self._next_id
+            entry_id = self.next_id
         elif not 0 <= entry_id <= I64_MAX:
             raise UsageError(f"Entry id {entry_id} is not in the range 0 to 2^63 − 1")
         elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
@@ -187,7 +178,7 @@ class AddPipeline:
             try:
                 # Behind a gap in the caller's ids, `ready` lets more than THROTTLE_COUNT adds be pending.
                 for payload in islice(rest, max(1, THROTTLE_COUNT - len(self._pending))):
-                    run.append(self._seal(self._next_id, payload))
+                    run.append(self._seal(self.next_id, payload))
                     if self._pending_bytes >= PENDING_BYTES_MAX:
                         break
             finally:
@@ -203,8 +194,8 @@ class AddPipeline:
         size = len(data)
         if size > self._payload_size_max:
             raise UsageError(f"An entry of {size} bytes does not fit, at most {self._payload_size_max} do")
-        if entry_id >= self._next_id:
-            self._next_id = entry_id + 1
+        if entry_id >= self.next_id:
+            self.next_id = entry_id + 1
         self.length = self.length + size if length is None else length
         access, recovery = self.access, self._recovery
         digest = access.digest
