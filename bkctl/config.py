@@ -378,6 +378,8 @@ class ClientConfig:
     reorder_read_sequence_enabled: bool = _setting(
         "reorderReadSequenceEnabled", True, broker="bookkeeperClientReorderReadSequenceEnabled"
     )
+    #: Read all entries of a ledger from one bookie, which reads ahead, where each has all of them. Java spells it so.
+    sticky_reads_enabled: bool = _setting("stickyReadSEnabled", False, broker="bookkeeperEnableStickyReads")
 
     @classmethod
     def from_properties(cls, properties: Properties) -> Self:

@@ -44,7 +44,8 @@ class _LoopThread:
         self._started = threading.Event()
         #: Guards the order of what is handed to the loop, and of its stop.
         self.lock = threading.RLock()  # a finalizer may run in it; the loop never takes it
-        self._is_stopping = False
+        #: True once `stop` was called.
+        self.is_stopped = False
         self._thread.start()
         self._started.wait()
 
@@ -62,11 +63,6 @@ class _LoopThread:
             raise IllegalOperation("This BookKeeper is closed", hint="make a new one")
         if threading.get_ident() == self._thread.ident:
             raise IllegalOperation("A callback of a future must not wait for the client", hint="use another thread")
-
-    @property
-    def is_stopped(self) -> bool:
-        """True once `stop` was called."""
-        return self._is_stopping
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work` on the loop. An interrupt of this thread cancels `work`."""
@@ -89,7 +85,7 @@ class _LoopThread:
     def stop(self) -> None:
         """Cancel what still runs, and end the thread."""
         with self.lock:  # what was handed over before is cancelled, and nothing is afterwards
-            self._is_stopping = True
+            self.is_stopped = True
             self.loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Protocol as Interface
 from weakref import WeakSet
 
 from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
@@ -41,7 +42,6 @@ from bkctl.tasks import cancel_and_wait
 if TYPE_CHECKING:
     import ssl
 
-    from bkctl.client.writer import AddPipeline
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
 
@@ -222,6 +222,12 @@ class BookieChannel:
             answered(requests, [error] * len(requests))
 
 
+class PoolUser(Interface):
+    """An object that must know that its pool was closed."""
+
+    def client_closed(self) -> None: ...
+
+
 class BookiePool:
     """The channels of one client, and the addresses of its bookies.
 
@@ -248,7 +254,7 @@ class BookiePool:
         #: Set by `close`: the pool does not connect any more.
         self.closed = False
         #: Pipelines that `close` tells, while they live.
-        self.users: WeakSet[AddPipeline] = WeakSet()
+        self.users: WeakSet[PoolUser] = WeakSet()
         #: Entries that recoveries read ahead, of all ledgers together.
         self.recovery_bytes = WaitingBytes(RECOVERY_BYTES_MAX)
         self._overrides = dict(addresses)

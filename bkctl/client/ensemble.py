@@ -53,6 +53,11 @@ class RoundRobinDistributionSchedule:
         """Return the schedule of a ledger; ledgers of the same shape share it."""
         return _schedule(metadata.ensemble_size, metadata.write_quorum_size, metadata.ack_quorum_size)
 
+    @property
+    def is_whole(self) -> bool:
+        """True if each bookie of the ensemble has every entry."""
+        return self.ensemble_size == self.write_quorum_size
+
     def write_set(self, entry_id: int) -> tuple[int, ...]:
         """Return the ensemble indexes that hold the entry, in the order of asking."""
         return self._write_sets[entry_id % self.ensemble_size]

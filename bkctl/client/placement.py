@@ -498,33 +498,6 @@ def choose_replacements(
     )
 
 
-def replace_bookies(
-    ensemble: Sequence[str],
-    failed: Mapping[int, str],
-    write_quorum_size: int,
-    bookies: Iterable[RegisteredBookie],
-    placement: Placement,
-    *,
-    scoped: bool,
-    ack_quorum_size: int | None = None,
-    exclude: Collection[str] = (),
-    avoid: Collection[str] = (),
-) -> tuple[str, ...]:
-    """Return the ensemble with another bookie at each failed index; `failed` maps an index to its failed bookie.
-
-    An index that holds another bookie by now stays unchanged. No bookie gets two indexes, and none of `failed` or
-    `exclude` gets one. Raises as `choose_replacements`. Source: EnsembleUtils.replaceBookiesInEnsemble.
-    """
-    indexes = [index for index, bookie_id in failed.items() if ensemble[index] == bookie_id]
-    if not indexes:
-        return tuple(ensemble)
-    chosen = choose_replacements(
-        ensemble, indexes, write_quorum_size, bookies, placement,
-        scoped=scoped, ack_quorum_size=ack_quorum_size, exclude={*failed.values(), *exclude}, avoid=avoid,
-    )  # fmt: skip
-    return tuple(chosen.get(index, bookie_id) for index, bookie_id in enumerate(ensemble))
-
-
 def mend_placement(
     ensemble: Sequence[str],
     write_quorum_size: int,

@@ -121,7 +121,7 @@ class Handle:
         last = min(self._confirmed(first, first) + max_count - 1, self.last_add_confirmed)
         size = min(max_size_bytes if max_size_bytes > 0 else FRAME_SIZE_BYTES_MAX, FRAME_SIZE_BYTES_MAX)
         access = self._access
-        if access.pool.protocol is Protocol.V2 and access.metadata.ensemble_size == access.metadata.write_quorum_size:
+        if access.pool.protocol is Protocol.V2 and access.schedule.is_whole:
             with contextlib.suppress(BkctlError):  # reads of single entries decide
                 return await read_batch(access, first, last, size)
         entries: list[LedgerEntry] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
@@ -85,7 +86,7 @@ class LedgerEntry(NamedTuple):
 class LedgerAccess:
     """The common needs of operations on one open ledger: its metadata as last seen, its digest, and its bookies."""
 
-    __slots__ = ("digest", "ledger", "piggybacked", "pool", "schedule", "scoped", "versioned")
+    __slots__ = ("_sticky_index", "digest", "ledger", "piggybacked", "pool", "schedule", "scoped", "versioned")
 
     def __init__(self, pool: BookiePool, ledger: LedgerId, digest: DigestManager, versioned: VersionedMetadata) -> None:
         self.pool = pool
@@ -94,6 +95,9 @@ class LedgerAccess:
         self.versioned = versioned
         self.scoped = ledger.is_scoped
         self.schedule = RoundRobinDistributionSchedule.of(versioned.metadata)
+        is_sticky = pool.config.sticky_reads_enabled and self.schedule.is_whole
+        #: The ensemble index that is asked first for each entry. Source: LedgerHandle.getWriteSetForReadOperation.
+        self._sticky_index = random.randrange(self.schedule.ensemble_size) if is_sticky else None
         #: An intact entry that came with a long poll's answer.
         self.piggybacked: LedgerEntry | None = None
 
@@ -118,8 +122,8 @@ class LedgerAccess:
     def replicas(self, bookies: Sequence[str]) -> list[tuple[BookieChannel, ...]]:
         """Return the channels of each write set in the order of asking, by entry id modulo the ensemble size."""
         channels = [self.pool.channel(bookie_id) for bookie_id in bookies]
-        order, schedule = self.pool.reading_order, self.schedule
-        sets = map(schedule.write_set, range(schedule.ensemble_size))
+        order, schedule, sticky = self.pool.reading_order, self.schedule, self._sticky_index
+        sets = [schedule.write_set(at if sticky is None else sticky) for at in range(schedule.ensemble_size)]
         return [tuple(channels[index] for index in order(bookies, write_set)) for write_set in sets]
 
     async def read_ensembles(self) -> None:

@@ -70,7 +70,7 @@ class WriteHandle(Handle):
     @property
     def last_add_pushed(self) -> int:
         """Id of the last entry added; -1: none. Java: getLastAddPushed."""
-        return self._pipeline.last_add_pushed
+        return self._pipeline.next_id - 1
 
     @property
     def length(self) -> int:
@@ -80,7 +80,7 @@ class WriteHandle(Handle):
     @property
     def pending_count(self) -> int:
         """Number of unacknowledged entries."""
-        return self._pipeline.pending_count
+        return len(self._pipeline._pending)
 
     def add(self, payload: Buffer, *, entry_id: int | None = None) -> asyncio.Future[int]:
         """Add an entry without waiting; the future gives its id once the ack quorum has it and all entries before it.
@@ -143,7 +143,7 @@ class WriteHandle(Handle):
         access, pipeline = self._access, self._pipeline
         if access.pool.protocol is Protocol.V2:
             raise IllegalOperation("Protocol v2 has no force", hint="use v3")
-        last, length, pushed = pipeline.last_add_confirmed, pipeline.length_confirmed, pipeline.last_add_pushed
+        last, length, pushed = pipeline.last_add_confirmed, pipeline.length_confirmed, pipeline.next_id
         size = access.schedule.ensemble_size
         pipeline.send_unsent()
         await self._ask(ForceLedgerRequest(self.ledger), range(size), size, "Force")
@@ -153,7 +153,7 @@ class WriteHandle(Handle):
                 f"Force of ledger {self.ledger} failed: the connection to {', '.join(lost)} was lost since it "
                 "acknowledged entries, so a restart may have lost these", hint="write on in a new ledger",
             )  # fmt: skip
-        if pushed == pipeline.last_add_pushed:
+        if pushed == pipeline.next_id:
             pipeline.sent_over.clear()
         if last > pipeline.lac:
             pipeline.lac, self._forced_length = last, length

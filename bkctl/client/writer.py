@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from bkctl.client.bookies import BookieChannel, error_of
 from bkctl.client.ensemble import update_metadata, with_fragment
-from bkctl.client.placement import replace_bookies
+from bkctl.client.placement import choose_replacements
 from bkctl.client.reader import LedgerAccess, restate
 from bkctl.errors import (
     BkctlError,
@@ -93,7 +93,8 @@ class AddPipeline:
         #: The error that ended the pipeline.
         self.error: BkctlError | None = None
         self.ensemble: tuple[str, ...] = access.metadata.last_fragment.bookies
-        self._next_id = last_add_confirmed + 1
+        #: The id after that of the last entry added.
+        self.next_id = last_add_confirmed + 1
         self._recovery = recovery
         self._on_end = on_end
         self._pending: dict[int, _PendingAdd] = {}
@@ -124,16 +125,6 @@ class AddPipeline:
 
     # Adding.
 
-    @property
-    def pending_count(self) -> int:
-        """Number of unacknowledged entries."""
-        return len(self._pending)
-
-    @property
-    def last_add_pushed(self) -> int:
-        """Id of the last entry added; -1: none."""
-        return self._next_id - 1
-
     def add(
         self, payload: Buffer, future: AddFuture | None = None, *,
         entry_id: int | None = None, length: int | None = None,
@@ -153,7 +144,7 @@ class AddPipeline:
                 hint="wait with 'await handle.ready()' before each add, or use add_all",
             )
         if entry_id is None:
-            entry_id = self._next_id
+            entry_id = self.next_id
         elif not 0 <= entry_id <= I64_MAX:
             raise UsageError(f"Entry id {entry_id} is not in the range 0 to 2^63 − 1")
         elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
@@ -187,7 +178,7 @@ class AddPipeline:
             try:
                 # Behind a gap in the caller's ids, `ready` lets more than THROTTLE_COUNT adds be pending.
                 for payload in islice(rest, max(1, THROTTLE_COUNT - len(self._pending))):
-                    run.append(self._seal(self._next_id, payload))
+                    run.append(self._seal(self.next_id, payload))
                     if self._pending_bytes >= PENDING_BYTES_MAX:
                         break
             finally:
@@ -203,8 +194,8 @@ class AddPipeline:
         size = len(data)
         if size > self._payload_size_max:
             raise UsageError(f"An entry of {size} bytes does not fit, at most {self._payload_size_max} do")
-        if entry_id >= self._next_id:
-            self._next_id = entry_id + 1
+        if entry_id >= self.next_id:
+            self.next_id = entry_id + 1
         self.length = self.length + size if length is None else length
         access, recovery = self.access, self._recovery
         digest = access.digest
@@ -427,14 +418,19 @@ class AddPipeline:
         return access.metadata.last_fragment.bookies
 
     def _replaced(self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str]) -> tuple[str, ...]:
-        """Return `ensemble` with other bookies in place of `failed`. Blocks."""
-        access = self.access
-        registered = access.pool.registered()
-        return replace_bookies(
-            ensemble, failed, access.metadata.write_quorum_size, registered,
-            access.pool.placement(registered, ensemble), scoped=access.scoped,
-            ack_quorum_size=access.metadata.ack_quorum_size, exclude=excluded, avoid=access.pool.suspects(),
+        """Return `ensemble` with others in place of `failed` bookies that are still at their indexes. Blocks.
+
+        Source: EnsembleUtils.replaceBookiesInEnsemble.
+        """
+        access, pool = self.access, self.access.pool
+        indexes = [index for index, bookie_id in failed.items() if ensemble[index] == bookie_id]
+        registered = pool.registered()
+        chosen = choose_replacements(
+            ensemble, indexes, access.metadata.write_quorum_size, registered, pool.placement(registered, ensemble),
+            scoped=access.scoped, ack_quorum_size=access.metadata.ack_quorum_size,
+            exclude={*failed.values(), *excluded}, avoid=pool.suspects(),
         )  # fmt: skip
+        return tuple(chosen.get(index, bookie_id) for index, bookie_id in enumerate(ensemble))
 
     def _end(self, error: BkctlError) -> None:
         """End the pipeline: pending adds fail with `error`, and no more are accepted."""

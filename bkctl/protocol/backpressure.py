@@ -11,16 +11,14 @@ import asyncio
 import logging
 import sys
 import time
+import typing
 from collections import Counter, deque
 from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import AddRequest, BareResponse, BatchReadRequest, ReadRequest, Response, Status
-
-if TYPE_CHECKING:
-    from bkctl.protocol.flow import ControlledConnection
 
 #: Reads that a bookie's disks work on at once, for all connections: each may give as many bytes as a frame holds.
 READS_IN_PROGRESS_MAX: Final = 32
@@ -36,15 +34,36 @@ PROGRESS_BYTES_MIN: Final = 1 << 16
 log: Final = logging.getLogger("bkctl.protocol")
 
 
+class ClientConnection(typing.Protocol):
+    """A client's connection as these bounds and request handlers see it; `flow.py` has it."""
+
+    is_lost: bool
+    is_congested: bool
+    frame_size: int
+    reads: ReadQueue
+    on_lost: dict[Callable[[], None], None]
+
+    @property
+    def unsent_bytes(self) -> int: ...
+    @property
+    def is_held_back(self) -> bool: ...
+    @property
+    def lacks_memory(self) -> bool: ...
+    def uncounted(self) -> int: ...
+    def halt(self) -> None: ...
+    def unblock(self) -> None: ...
+    def abort(self) -> None: ...
+
+
 class RequestsInFlight:
     """Bytes of unanswered requests over all connections. Connections above the limit wait for half of it to be free."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes = 0
         self._bytes_max = bytes_max
-        self._waiting: dict[ControlledConnection, None] = {}
+        self._waiting: dict[ClientConnection, None] = {}
 
-    def count(self, connection: ControlledConnection) -> None:
+    def count(self, connection: ClientConnection) -> None:
         """Add what came into flight on `connection` since the last call, once for many requests.
 
         Halts the connection when all have too much. A lost connection counts on until its requests are answered: they
@@ -59,11 +78,11 @@ class RequestsInFlight:
             for waiter in waiting:
                 waiter.unblock()
 
-    def forget(self, connection: ControlledConnection) -> None:
+    def forget(self, connection: ClientConnection) -> None:
         """Let a lost connection wait no longer."""
         self._waiting.pop(connection, None)
 
-    def must_wait(self, connection: ControlledConnection) -> bool:
+    def must_wait(self, connection: ClientConnection) -> bool:
         """Return True, and halt `connection`, if it may take no requests until others are answered."""
         if self.bytes < self._bytes_max:
             return False
@@ -80,10 +99,10 @@ class UnfinishedRequests:
         self._bytes_max = bytes_max
         self._ended = ended
         #: Bytes of each connection's unfinished request and its start, the oldest first.
-        self._frames: dict[ControlledConnection, tuple[int, float]] = {}
-        self._halted: dict[ControlledConnection, None] = {}
+        self._frames: dict[ClientConnection, tuple[int, float]] = {}
+        self._halted: dict[ClientConnection, None] = {}
 
-    def update(self, connection: ControlledConnection, size: int, *, is_new: bool = False) -> None:
+    def update(self, connection: ClientConnection, size: int, *, is_new: bool = False) -> None:
         """Record that `connection` holds `size` bytes (0: none) of an unfinished request; `is_new` restarts its clock.
 
         Above the limit the connection is halted unless no other one is read, and stalled connections are closed.
@@ -106,7 +125,7 @@ class UnfinishedRequests:
                 self._halted[connection] = None
                 connection.halt()
 
-    def is_halted(self, connection: ControlledConnection) -> bool:
+    def is_halted(self, connection: ClientConnection) -> bool:
         """Return True if `connection` is not read because unfinished requests hold too many bytes."""
         return connection in self._halted
 
@@ -155,9 +174,9 @@ class UnreadAnswers:
         self._bytes_max = bytes_max
         self._ended = ended
         #: Of each connection: its bytes now, and bytes and time when its client last made progress.
-        self._held: dict[ControlledConnection, tuple[int, int, float]] = {}
+        self._held: dict[ClientConnection, tuple[int, int, float]] = {}
 
-    def update(self, connection: ControlledConnection, size: int) -> None:
+    def update(self, connection: ClientConnection, size: int) -> None:
         """Record that `connection` holds `size` bytes of answers; 0: it caught up, or is lost."""
         before, progress_size, progress_s = self._held.pop(connection, (0, 0, 0.0))
         if size:
@@ -234,10 +253,10 @@ class ReadTurns:
 class ReadQueue:
     """Reads of the disk for one connection. They wait for their turns, and while the client is behind."""
 
-    def __init__(self, connection: ControlledConnection, turns: ReadTurns) -> None:
+    def __init__(self, connection: ClientConnection, turns: ReadTurns) -> None:
         #: Requests in the queue, of which a read may serve several.
         self.count = 0
-        self._connection: ControlledConnection | None = connection  # None: it is lost
+        self._connection: ClientConnection | None = connection  # None: it is lost
         self._turns = turns
         self._queue: deque[tuple[Callable[[Response], None], Callable[[], asyncio.Future[Any]], int]] = deque()
 
@@ -309,7 +328,7 @@ class RequestSlots:
     def __init__(self, count: int) -> None:
         #: Below 0 while reads continue whose client caught up: they gave their slots to others meanwhile.
         self.free = count
-        self.waiting: dict[ControlledConnection, None] = {}
+        self.waiting: dict[ClientConnection, None] = {}
 
     @staticmethod
     def of(limits: ServerLimits) -> dict[type, RequestSlots]:

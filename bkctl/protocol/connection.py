@@ -16,6 +16,7 @@ import re
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -245,7 +246,9 @@ class BookieConnection(FramedProtocol):
         """
         problem = self._failure
         if problem is None and not self._is_v2 and not self._scopes and scope_of(requests[0]):
-            problem = None if requests[0] is _PROBE else self._no_scopes(requests[0])
+            ledger = cast("ReadRequest", requests[0]).ledger
+            message = f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}"
+            problem = None if requests[0] is _PROBE else BookieUnavailable(message)
         if problem is not None:
             answered(requests, [restated(problem) for _ in requests])
             return
@@ -253,7 +256,7 @@ class BookieConnection(FramedProtocol):
         if not self._queue_run(requests, answered):
             unsent = iter(requests)
             try:
-                (self._queue_v2 if self._is_v2 else self._queue_v3)(unsent, answered)
+                self._queue(unsent, answered)
             except BkctlError as error:
                 sent_count = len(requests) - 1 - len(list(unsent))
                 if not sent_count:
@@ -293,45 +296,28 @@ class BookieConnection(FramedProtocol):
         self._out_size += len(frames)
         return True
 
-    def _queue_v2(self, requests: Iterable[Request], answered: Answered) -> None:
-        out, packets, expiry = self._out, self._packets, self._tick + _TICKS_PER_TIMEOUT + 1
-        sent, owed = packets.sent, packets.owed
+    def _queue(self, requests: Iterable[Request], answered: Answered) -> None:
+        """Queue requests frame by frame."""
+        out, packets, is_v2, expiry = self._out, self._packets, self._is_v2, self._tick + _TICKS_PER_TIMEOUT + 1
         for request in requests:
-            count = len(out)
-            key, size = v2.encode_request(request, out)
+            count, txn_id = len(out), self._txn_id + 1
+            key, size = v2.encode_request(request, out) if is_v2 else (None, v3.encode_request(txn_id, request, out))
             if size > FRAME_SIZE_BYTES_MAX:
-                self._take_back(count, size)
-            if (key in sent or owed) and packets.must_hold(key, request):
                 del out[count:]
-                packets.hold(key, (answered, request, expiry))
-            else:
-                self._out_size += size
-                packets.expect(key, (answered, request, expiry))
-
-    def _queue_v3(self, requests: Iterable[Request], answered: Answered) -> None:
-        out, calls, expiry = self._out, self._calls, self._tick + _TICKS_PER_TIMEOUT + 1
-        for request in requests:
-            count = len(out)
-            txn_id = self._txn_id + 1
-            size = v3.encode_request(txn_id, request, out)
-            if size > FRAME_SIZE_BYTES_MAX:
-                self._take_back(count, size)
-            self._out_size += size
-            self._txn_id = txn_id
+                raise UsageError(f"A request of {size} bytes does not fit in a frame of {FRAME_SIZE_BYTES_MAX}")
+            pending = answered, request, expiry
             if type(request) is ReadRequest and request.timeout_ms is not None:
-                wait = math.ceil(request.timeout_ms / 1000 / self._tick_s)
-                calls[txn_id] = answered, request, expiry + wait
+                pending = answered, request, expiry + math.ceil(request.timeout_ms / 1000 / self._tick_s)
+            if key is None:
+                self._txn_id = txn_id
+                self._calls[txn_id] = pending
+            elif (key in packets.sent or packets.owed) and packets.must_hold(key, request):
+                del out[count:]
+                packets.held.setdefault(key, deque()).append(pending)
+                continue
             else:
-                calls[txn_id] = answered, request, expiry
-
-    def _take_back(self, count: int, size: int) -> None:
-        """Drop the frame behind `count` pieces, and raise UsageError, because `size` bytes are too large."""
-        del self._out[count:]
-        raise UsageError(f"A request of {size} bytes does not fit in a frame of {FRAME_SIZE_BYTES_MAX}")
-
-    def _no_scopes(self, request: Request) -> BookieUnavailable:
-        ledger = cast("ReadRequest", request).ledger
-        return BookieUnavailable(f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}")
+                packets.expect(key, pending)
+            self._out_size += size
 
     async def supports_scopes(self) -> bool:
         """Return True if the bookie serves scopes other than 0; asked once per connection (READ_LAC of SCOPE_PROBE).

@@ -12,7 +12,7 @@ from bkctl.protocol import v3
 from bkctl.protocol.messages import BytesLike, Request, Response, Status
 
 if TYPE_CHECKING:
-    from bkctl.protocol.flow import ControlledConnection
+    from bkctl.protocol.backpressure import ClientConnection
     from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
 
 
@@ -26,9 +26,9 @@ class Responder(functools.partial[None]):
     __slots__ = ()
 
     @property
-    def connection(self) -> ControlledConnection:
+    def connection(self) -> ClientConnection:
         """The client's connection."""
-        return cast("ControlledConnection", self.args[0])
+        return cast("ClientConnection", self.args[0])
 
     @property
     def is_lost(self) -> bool:
@@ -73,7 +73,7 @@ class ReadRunResponder:
 
     __slots__ = ("_connection", "_is_v2", "_settle")
 
-    def __init__(self, connection: ControlledConnection, settle: Callable[[int, bytes], None], is_v2: bool) -> None:
+    def __init__(self, connection: ClientConnection, settle: Callable[[int, bytes], None], is_v2: bool) -> None:
         """`settle` sends the answers to as many reads."""
         self._connection = connection
         self._settle = settle
@@ -116,7 +116,7 @@ class ReadRunResponder:
 
 
 def _answer_observed(
-    connection: ControlledConnection,
+    connection: ClientConnection,
     header: v3.Header | int,
     scope_id: int,
     size: int,

@@ -54,6 +54,7 @@ class PendingPackets:
     def __init__(self, send: Callable[[Request], None]) -> None:
         self._send = send
         self.sent: dict[Key, PendingRequest | deque[PendingRequest]] = {}
+        #: Requests that `must_hold`, until they may be sent.
         self.held: dict[Key, deque[PendingRequest]] = {}
         #: Number of answers to come to requests that timed out.
         self.owed: dict[Key, int] = {}
@@ -66,10 +67,6 @@ class PendingPackets:
                 earlier.append(pending)
             else:
                 self.sent[key] = deque((earlier, pending))
-
-    def hold(self, key: Key, pending: PendingRequest) -> None:
-        """Keep a request that `must_hold` until it may be sent."""
-        self.held.setdefault(key, deque()).append(pending)
 
     def must_hold(self, key: Key, request: Request) -> bool:
         """Return True if an answer is still to come for `key` that could be mistaken for the answer to `request`."""

@@ -158,6 +158,31 @@ async def test_reads_pass_over_bookies_that_failed_unless_reordering_is_off(fake
         assert any(isinstance(each, ReadRequest) for each in bad.received) is not reorders
 
 
+@pytest.mark.parametrize("quorum", [3, 2])
+async def test_sticky_reads_go_to_one_bookie_where_it_has_all_entries(fake_cluster: Any, quorum: int) -> None:
+    """Source: BookieStickyReadsTest."""
+    async with fake_cluster(3) as cluster, cluster.client(config=ClientConfig(sticky_reads_enabled=True)) as client:
+        writer = await client.create_ledger(ensemble_size=3, write_quorum_size=quorum)
+        await writer.add_all([b"%d" % at for at in range(30)])
+        await writer.close()
+
+        async def asked() -> set[str]:
+            for bookie in cluster.bookies:
+                bookie.received.clear()
+            assert len([entry async for entry in reader.read()]) == 30
+            return {
+                each.bookie_id for each in cluster.bookies if any(isinstance(r, ReadRequest) for r in each.received)
+            }
+
+        reader = await client.open_ledger(writer.ledger_id)
+        first = await asked()
+        assert len(first) == (1 if quorum == 3 else 3)
+        assert await asked() == first
+        client.pool.channel(min(first)).failed()  # another one is read from
+        assert not (again := await asked()) & {min(first)}
+        assert len(again) == (1 if quorum == 3 else 2)
+
+
 async def test_entries_are_acknowledged_once_they_are_in_enough_racks(fake_cluster: Any) -> None:
     config = ClientConfig(enforce_min_num_fault_domains_for_write=True)
     async with fake_cluster(3) as cluster, cluster.client(config=config) as client:

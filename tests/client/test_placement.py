@@ -25,7 +25,6 @@ from bkctl.client.placement import (
     choose_ensemble,
     choose_replacements,
     mend_placement,
-    replace_bookies,
 )
 from bkctl.config import ClientConfig, read_properties
 from bkctl.errors import NotEnoughBookies, Unsupported, UsageError
@@ -234,20 +233,19 @@ def test_placement_takes_writable_bookies_and_for_a_scope_those_that_serve_scope
     assert "b4" in chosen(3, scoped=True, avoid={"b4"})
 
 
-def test_replace_bookies_changes_failed_indexes_only() -> None:
-    there = bookies([f"b{at}" for at in range(6)])
-    ensemble = ("b0", "b1", "b2")
+def test_replacements_are_no_bookies_of_the_ensemble_nor_excluded_ones() -> None:
+    there, ensemble = bookies([f"b{at}" for at in range(6)]), ("b0", "b1", "b2")
 
-    def replaced(failed: dict[int, str], of: list[RegisteredBookie] = there, **options: set[str]) -> tuple[str, ...]:
-        return replace_bookies(ensemble, failed, 2, of, ANYWHERE, scoped=True, **options)
+    def replaced(indexes: list[int], of: list[RegisteredBookie] = there, **options: set[str]) -> dict[int, str]:
+        return choose_replacements(ensemble, indexes, 2, of, ANYWHERE, scoped=True, **options)
 
-    changed = replaced({1: "b1"})
-    assert (changed[0], changed[2]) == ("b0", "b2")
-    assert changed[1] in {"b3", "b4", "b5"}
-    assert replaced({1: "b9"}) == ensemble
-    assert replaced({0: "b0", 2: "b2"}, exclude={"b3"})[1] == "b1"
+    assert replaced([1])[1] in {"b3", "b4", "b5"}
+    assert replaced([]) == {}
+    chosen = replaced([0, 2], exclude={"b3"})
+    assert {*chosen} == {0, 2}
+    assert {*chosen.values()} == {"b4", "b5"}
     with pytest.raises(NotEnoughBookies, match="in use or failed: b0, b1, b2"):
-        replaced({0: "b0", 2: "b2"}, there[:4])
+        replaced([0, 2], there[:4])
 
 
 def replacement(
