@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.http")
 
-#: All endpoints: those of one bookie, which a gateway forwards, and those of a cluster.
+#: All endpoints: of one bookie, which a gateway forwards, and of a cluster.
 ENDPOINTS: Final = (*bookie_endpoints.ENDPOINTS, *cluster_endpoints.ENDPOINTS)
 #: Apache's server has no such limits.
 REQUESTS_MAX: Final = 64

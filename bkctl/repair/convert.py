@@ -196,7 +196,7 @@ class IndexConverter(ABC):
 
     @abstractmethod
     def writer(self) -> AbstractContextManager[_DatabasePairs | _FileWriter]:
-        """Return the writer of the new index, beside the old one; a resumed conversion goes on where it was."""
+        """Return the writer of the new index, beside the old one; a resumed conversion continues where it stopped."""
 
     @abstractmethod
     def read_new(self, ledger: LedgerId, number: int) -> tuple[LedgerData, Iterator[EntryPlace]] | None:
@@ -463,7 +463,7 @@ def _refuse_links(current: Path) -> None:
 
 
 class _FileWriter(IndexFileBuilder):
-    """Writes index files, and syncs those of the ledgers added since the last flush."""
+    """Writes index files, and syncs the files of ledgers added since the last flush."""
 
     def __init__(self, directories: list[Path], files: Files) -> None:
         super().__init__(directories)
