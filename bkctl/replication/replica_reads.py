@@ -1,4 +1,4 @@
-"""Facts about single replicas: an entry read from one bookie, a bookie's own list of entries, and entries lost on all."""
+"""Facts about single replicas: an entry read from one bookie, a bookie's list of entries, and entries lost on all."""
 
 from __future__ import annotations
 
