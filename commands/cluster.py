@@ -523,12 +523,13 @@ ID_COLUMNS = Columns(
 def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
     with run.access.cluster() as cluster:
-        if not cluster.instance_id():
+        identity = _identity(cluster)  # raises NotFound where there is no cluster
+        if not identity.instance_id:
             raise NotFound(
                 f"The cluster in {cluster.uri} has no instance id",
                 hint="a bookie's cookie may name it: 'bkctl cookie show BOOKIE'",
             )
-        run.out.show(_identity(cluster), ID_COLUMNS)
+        run.out.show(identity, ID_COLUMNS)
 
 
 @command(app, "init", connects=True, changes=True, prints=object_of(ID_COLUMNS))

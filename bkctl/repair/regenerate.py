@@ -13,7 +13,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Final
 
@@ -347,8 +347,8 @@ class IndexFileBuilder:
             count += len(batch)
             fitting = [place for place in batch if place[0] <= ENTRY_ID_MAX]
             self.refused += len(batch) - len(fitting)
-            if fitting:
-                self._pages.put(handle, *map(list, zip(*fitting, strict=True)))
+            for _, run in groupby(sorted(dict(fitting).items()), lambda place: self._pages.page_number(place[0])):
+                self._pages.put(handle, *map(list, zip(*run, strict=True)))
             if self._pages.changed_count >= _CHANGED_PAGES_MAX:
                 self.flush()
         return count

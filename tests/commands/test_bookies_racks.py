@@ -241,7 +241,7 @@ def test_racks_are_audited_and_completed(cli: Cli, uri: str, tmp_path: Path, mon
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[-1]["exitCode"] == 0
     assert "undoFile" in lines[-1]
-    assert list(candidates("rack", ["bookies", "racks", "set", "b2:1", "--rack", "/"])) == ["/r1"]
+    assert list(candidates("rack", {"g_metadata_uri": [uri]}, "/")) == ["/r1"]
 
 
 def test_pulsar_admins_names_are_answered(cli: Cli) -> None:

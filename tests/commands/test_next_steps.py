@@ -15,6 +15,7 @@ from bkctl.client.verify import ReplicaState
 from bkctl.commands.kit.next_steps import STEPS, next_step
 from bkctl.commands.main import GROUPS, root
 from bkctl.files.scan import ScanState
+from bkctl.formats.metadata import _COOKIE_FIELDS
 from bkctl.metadata.admin.health_codes import HealthCode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -61,9 +62,7 @@ def test_each_kind_of_finding_has_a_next_command() -> None:
     source = (ROOT / "bkctl/metadata/admin/check.py").read_text()
     codes = set(re.findall(r'(?:MetadataFinding\(\s*|yield |append\(\()"([a-z-]+)"', source))
     assert codes == STEPS["metadata check"].keys()
-    source = (ROOT / "bkctl/bookie/cookies.py").read_text()
-    fields = set(re.findall(r'CookieFinding\(place, "(\w+)"|^        \("(\w+)", ', source, re.MULTILINE))
-    assert {name for pair in fields for name in pair if name} | {"instanceId"} == STEPS["cookie verify"].keys()
+    assert {"cookie", *_COOKIE_FIELDS} == STEPS["cookie verify"].keys()
 
 
 def test_next_commands_are_quoted_for_the_shell() -> None:
