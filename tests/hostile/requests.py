@@ -9,10 +9,10 @@ from collections import Counter
 from typing import Final
 from urllib.parse import quote
 
-from bkctl.http import api
+from bkctl.http import app
 
 #: By path: the method, and the names that a query may have.
-ENDPOINTS: Final = [(each.method, each.path, [value.name for value in each.values]) for each in api.ENDPOINTS]
+ENDPOINTS: Final = [(each.method, each.path, [value.name for value in each.values]) for each in app.ENDPOINTS]
 #: Requests that change nothing.
 READS: Final = [each for each in ENDPOINTS if each[0] == "GET" and each[1] != "/api/v1/bookie/sanity"]
 KINDS: Final = {"endpoint": 6, "mutated": 4, "absurd": 2, "truncated": 1, "large": 0.2}

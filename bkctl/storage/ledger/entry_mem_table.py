@@ -22,6 +22,8 @@ class Snapshot(Generic[Handle]):
     #: Bytes of memory.
     size: int = 0
     is_sorted: bool = False
+    #: Entry ids in the order of their first arrival, if the table keeps it.
+    arrivals: list[tuple[Handle, list[int]]] = field(default_factory=list)
     #: Runs of entry ids of one ledger that are still to be written, in reverse order.
     todo: list[tuple[Handle, list[int]]] = field(default_factory=list)
     #: Runs that the entry loggers have, perhaps not in files yet.
@@ -33,10 +35,12 @@ class Snapshot(Generic[Handle]):
 class EntryMemTable(Generic[Handle]):
     """The newest entries of a bookie. One thread adds and takes snapshots, one at a time drops them, any may read.
 
-    An entry counts `overhead_bytes` of memory more than its record has.
+    An entry counts `overhead_bytes` of memory more than its record has. `keeps_order` says whether
+    snapshots have `arrivals`.
     """
 
     def __init__(self, overhead_bytes: int = ENTRY_OVERHEAD_BYTES) -> None:
+        self.keeps_order = False
         self.current: Snapshot[Handle] = Snapshot()
         self.snapshots: tuple[Snapshot[Handle], ...] = ()
         self._overhead_bytes = overhead_bytes
@@ -53,6 +57,8 @@ class EntryMemTable(Generic[Handle]):
         entries = current.ledgers.get(handle)
         if entries is None:
             entries = current.ledgers[handle] = {}
+        if self.keeps_order and (arrived := [each for each in entry_ids if each not in entries]):
+            current.arrivals.append((handle, list(dict.fromkeys(arrived))))
         if len(records) == 1:
             last = entry_ids[0]
             entries[last] = records[0]

@@ -2,7 +2,7 @@
 
 So the entries of one ledger are next to each other. The memtable is written, unsynced, when it reaches
 `skipListSizeLimit`, and with each flush. As InterleavedLedgerStorage, the memtable is written as soon as it has one
-chunk, so that entries are in the logs about in the order of arrival.
+chunk, in the order of arrival, as Apache's class does.
 Source: SortedLedgerStorage, InterleavedLedgerStorage, EntryMemTable; BP-35.
 """
 
@@ -13,6 +13,8 @@ import random
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Final
 
 from bkctl.config import BookieConfig
@@ -45,7 +47,8 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
                 "An entry log for each ledger", hint="entryLogPerLedgerEnabled=false: all ledgers share entry logs"
             )
         super().__init__(config, files)
-        self._size_limit = config.skip_list_size_limit if config.ledger_storage == "sorted" else CHUNK_SIZE_BYTES
+        self.table.keeps_order = config.ledger_storage != "sorted"
+        self._size_limit = CHUNK_SIZE_BYTES if self.table.keeps_order else config.skip_list_size_limit
         self.unwritten_bytes_max = max(UNWRITTEN_BYTES_MAX, 2 * self._size_limit)
         self._writable = list(range(len(self.ledger_directories)))
         self._index_writable = list(range(len(self.index_directories)))
@@ -166,6 +169,9 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
     def _runs(self, snapshot: Snapshot[IndexedHandle]) -> Iterator[tuple[IndexedHandle, list[int]]]:
         """Yield the snapshot's entries in order, one run a ledger and index page."""
         pages = self.pages
+        if self.table.keeps_order:
+            yield from self._arrived_runs(snapshot)
+            return
         for handle in sorted(snapshot.ledgers, key=lambda handle: handle.ledger):
             entry_ids = sorted(snapshot.ledgers[handle])
             start = 0
@@ -173,6 +179,19 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
                 end = bisect_left(entry_ids, pages.end_of_page(pages.page_number(entry_ids[start])), start)
                 yield handle, entry_ids[start:end]
                 start = end
+
+    def _arrived_runs(self, snapshot: Snapshot[IndexedHandle]) -> Iterator[tuple[IndexedHandle, list[int]]]:
+        pages = self.pages
+        for handle, arrivals in groupby(snapshot.arrivals, itemgetter(0)):
+            if handle not in snapshot.ledgers:
+                continue  # deleted
+            run: list[int] = []
+            for entry_id in chain.from_iterable(ids for _, ids in arrivals):
+                if run and not run[-1] < entry_id < pages.end_of_page(pages.page_number(run[0])):
+                    yield handle, run
+                    run = []
+                run.append(entry_id)
+            yield handle, run
 
     def _place_run(
         self, logger: EntryLogger, handle: IndexedHandle, entry_ids: list[int], entries: dict[int, bytes]
