@@ -83,7 +83,8 @@ class AddPipeline:
         self.access = access
         #: The last entry that is acknowledged, as all before it are.
         self.last_add_confirmed = last_add_confirmed
-        #: The last add confirmed that readers learn: with `deferred_sync` only `forced` moves it.
+        #: The last add confirmed that readers learn: with `deferred_sync` only `forced` moves it. It stays in a recovery:
+        #: if that fails, another one may end the ledger before what this one added.
         self.lac = last_add_confirmed
         self._deferred_sync = deferred_sync
         #: With `deferred_sync`, the channels that took entries since a force, and their `losses` then.
@@ -280,7 +281,7 @@ class AddPipeline:
                 add.future.set_result(entry_id)
             if self._failed_since_progress:
                 self._failed_since_progress.clear()
-        if not self._deferred_sync:
+        if not (self._deferred_sync or self._recovery):
             self.lac = self.last_add_confirmed
         if self._waiter is not None and not self.must_wait(self._wake_below):
             self._wake()

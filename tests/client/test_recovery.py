@@ -79,6 +79,19 @@ async def test_flags_of_recovery(fake_cluster):
         assert all(request.recovery_add and request.high_priority for request in adds)
 
 
+async def test_entries_that_a_recovery_adds_again_confirm_no_more_than_before(fake_cluster):
+    """Another recovery may end the ledger before them if this one fails, and a tail may have read what they confirm."""
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await client.create_ledger()
+        await asyncio.gather(*(writer.add(b"%d" % number) for number in range(400)))
+        for bookie in cluster.bookies:
+            bookie.received.clear()
+        await client.open_ledger(writer.ledger_id, recovery=True)
+        adds = [each for bookie in cluster.bookies for each in bookie.received if isinstance(each, AddRequest)]
+        assert {add.entry_id for add in adds} == set(range(400))
+        assert {read_entry_header(bytes(add.body)).last_add_confirmed for add in adds} == {-1}
+
+
 async def test_an_entry_on_one_bookie_only_is_made_safe_or_dropped_never_halved(fake_cluster):
     """Wq 3, Aq 2: an entry on one bookie may be kept or not; one on two must be kept."""
 
