@@ -523,7 +523,7 @@ ID_COLUMNS = Columns(
 def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
     with run.access.cluster() as cluster:
-        identity = _identity(cluster)  # raises NotFound where there is no cluster
+        identity = _identity(cluster)  # raises NotFound without a cluster
         if not identity.instance_id:
             raise NotFound(
                 f"The cluster in {cluster.uri} has no instance id",

@@ -83,8 +83,8 @@ class AddPipeline:
         self.access = access
         #: The last entry that is acknowledged, as all before it are.
         self.last_add_confirmed = last_add_confirmed
-        #: The last add confirmed that readers learn: with `deferred_sync` only `forced` moves it. It stays in a recovery:
-        #: if that fails, another one may end the ledger before what this one added.
+        #: The last add confirmed that readers learn: with `deferred_sync` only `forced` moves it. It stays in a
+        #: recovery: if that fails, another one may end the ledger before what this one added.
         self.lac = last_add_confirmed
         self._deferred_sync = deferred_sync
         #: With `deferred_sync`, the channels that took entries since a force, and their `losses` then.
