@@ -219,7 +219,7 @@ class BookieChannel:
     def _fail_waiting(self, error: BkctlError) -> None:
         waiting, self._waiting = self._waiting, []
         for requests, _, answered in waiting:
-            answered(requests, [error] * len(requests))
+            _refuse(requests, answered, error)
 
 
 class PoolUser(Interface):

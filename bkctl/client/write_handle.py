@@ -80,7 +80,7 @@ class WriteHandle(Handle):
     @property
     def pending_count(self) -> int:
         """Number of unacknowledged entries."""
-        return len(self._pipeline._pending)
+        return len(self._pipeline.pending)
 
     def add(self, payload: Buffer, *, entry_id: int | None = None) -> asyncio.Future[int]:
         """Add an entry without waiting; the future gives its id once the ack quorum has it and all entries before it.

@@ -98,7 +98,8 @@ class AddPipeline:
         self.next_id = last_add_confirmed + 1
         self._recovery = recovery
         self._on_end = on_end
-        self._pending: dict[int, _PendingAdd] = {}
+        #: Unacknowledged entries by id.
+        self.pending: dict[int, _PendingAdd] = {}
         self._pending_bytes = 0
         self._ack_quorum_size = access.schedule.ack_quorum_size
         self._payload_size_max = FRAME_SIZE_BYTES_MAX - _REQUEST_OVERHEAD_BYTES - access.digest.overhead_size
@@ -110,7 +111,7 @@ class AddPipeline:
         self._waiter: asyncio.Future[None] | None = None
         self._wake_below = 0
         self._loop = asyncio.get_running_loop()
-        #: The last ones of `_pending`, to be sent in the next turn of the event loop.
+        #: The last ones of `pending`, to be sent in the next turn of the event loop.
         self._unsent: list[_PendingAdd] = []
         access.pool.users.add(self)
         self._channels: list[BookieChannel] = []
@@ -138,22 +139,22 @@ class AddPipeline:
         """
         self._check()
         if (
-            len(self._pending) >= _REFUSED_AT * THROTTLE_COUNT or self._pending_bytes >= _REFUSED_AT * PENDING_BYTES_MAX
+            len(self.pending) >= _REFUSED_AT * THROTTLE_COUNT or self._pending_bytes >= _REFUSED_AT * PENDING_BYTES_MAX
         ) and entry_id != self.last_add_confirmed + 1:
             raise TooManyPending(
-                f"Ledger {self.access.ledger} has {len(self._pending)} adds in flight",
+                f"Ledger {self.access.ledger} has {len(self.pending)} adds in flight",
                 hint="wait with 'await handle.ready()' before each add, or use add_all",
             )
         if entry_id is None:
             entry_id = self.next_id
         elif not 0 <= entry_id <= I64_MAX:
             raise UsageError(f"Entry id {entry_id} is not in the range 0 to 2^63 − 1")
-        elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
+        elif entry_id <= self.last_add_confirmed or entry_id in self.pending:
             raise DuplicateEntryId(f"Entry {entry_id} of ledger {self.access.ledger} was added before")
         if future is None:
             future = self._loop.create_future()
         self._unsent.append(self._seal(entry_id, payload, length, future))
-        if len(self._pending) == 1:
+        if len(self.pending) == 1:
             self.send_unsent()
         elif len(self._unsent) == 1:  # the adds of one turn go out as one run
             self._loop.call_soon(self.send_unsent)
@@ -178,7 +179,7 @@ class AddPipeline:
             run: list[_PendingAdd] = []
             try:
                 # Behind a gap in the caller's ids, `ready` lets more than THROTTLE_COUNT adds be pending.
-                for payload in islice(rest, max(1, THROTTLE_COUNT - len(self._pending))):
+                for payload in islice(rest, max(1, THROTTLE_COUNT - len(self.pending))):
                     run.append(self._seal(self.next_id, payload))
                     if self._pending_bytes >= PENDING_BYTES_MAX:
                         break
@@ -204,7 +205,7 @@ class AddPipeline:
         request = _new(
             AddRequest, (access.ledger, entry_id, digest.master_key, body, recovery, recovery, self._deferred_sync)
         )
-        add = self._pending[entry_id] = _PendingAdd(request, size, future)
+        add = self.pending[entry_id] = _PendingAdd(request, size, future)
         self._pending_bytes += size
         return add
 
@@ -228,7 +229,7 @@ class AddPipeline:
     def _answered(
         self, index: int, channel: BookieChannel, requests: Sequence[Request], outcomes: Sequence[Outcome]
     ) -> None:
-        pending, acked = self._pending, 1 << index
+        pending, acked = self.pending, 1 << index
         for request, outcome in zip(requests, outcomes, strict=True):
             if self._channels[index] is not channel or self.error is not None:
                 return  # the ensemble changed, so this bookie's answer does not count
@@ -243,7 +244,7 @@ class AddPipeline:
 
     def _failed(self, index: int, channel: BookieChannel, entry_id: int, outcome: Outcome) -> None:
         """Replace the bookie that did not store an entry, now or with the next entry, or end the pipeline."""
-        add = self._pending.get(entry_id)
+        add = self.pending.get(entry_id)
         error = error_of(outcome, self.access.ledger, entry_id, channel.bookie_id)
         assert error is not None
         if self.access.pool.closed:
@@ -267,7 +268,7 @@ class AddPipeline:
         """Acknowledge, in order, entries with a quorum; not while the ensemble changes."""
         if self._changing is not None:
             return
-        pending, quorum = self._pending, self._ack_quorum_size
+        pending, quorum = self.pending, self._ack_quorum_size
         while True:
             entry_id = self.last_add_confirmed + 1
             add = pending.get(entry_id)
@@ -311,9 +312,9 @@ class AddPipeline:
         not for bookies. Any thread may ask.
         """
         count = THROTTLE_COUNT - 1 if count is None else count
-        if self.error is not None or self.last_add_confirmed + 1 not in self._pending:
+        if self.error is not None or self.last_add_confirmed + 1 not in self.pending:
             return False
-        return len(self._pending) > count or self._pending_bytes >= PENDING_BYTES_MAX
+        return len(self.pending) > count or self._pending_bytes >= PENDING_BYTES_MAX
 
     def _wake(self) -> None:
         if self._waiter is not None:
@@ -392,9 +393,9 @@ class AddPipeline:
         changed = [index for index, bookie_id in enumerate(self.ensemble) if bookie_id != before[index]]
         self._connect()
         kept = ~sum(1 << index for index in changed)
-        for add in self._pending.values():
+        for add in self.pending.values():
             add.acks &= kept
-        self._send(list(islice(self._pending.values(), len(self._pending) - len(self._unsent))), changed)
+        self._send(list(islice(self.pending.values(), len(self.pending) - len(self._unsent))), changed)
         self._complete()
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
@@ -438,7 +439,7 @@ class AddPipeline:
         if self.error is not None:
             return
         self.error = error
-        pending, self._pending, self._unsent = self._pending, {}, []
+        pending, self.pending, self._unsent = self.pending, {}, []
         self.length, self._pending_bytes = self.length_confirmed, 0
         for add in pending.values():
             if add.future is not None:
@@ -449,7 +450,7 @@ class AddPipeline:
 
     def client_closed(self) -> None:
         """End the pipeline if adds are pending; those behind a gap wait for no bookie."""
-        if self._pending:
+        if self.pending:
             self._end(BookieUnavailable(f"The client was closed while ledger {self.access.ledger} was written"))
 
     async def close(self, error: BkctlError) -> None:
