@@ -174,7 +174,7 @@ class JournalStatistics:
 
     @property
     def padding_ratio(self) -> float | None:
-        """Return the share of padding in the bytes behind the header; None if there are none."""
+        """Return the share of padding in the bytes behind the header; None if the file ends there."""
         written = self.record_bytes + self.padding_bytes
         return self.padding_bytes / written if written else None
 

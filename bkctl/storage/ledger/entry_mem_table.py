@@ -57,8 +57,8 @@ class EntryMemTable(Generic[Handle]):
         entries = current.ledgers.get(handle)
         if entries is None:
             entries = current.ledgers[handle] = {}
-        if self.keeps_order and (arrived := [each for each in entry_ids if each not in entries]):
-            current.arrivals.append((handle, list(dict.fromkeys(arrived))))
+        if self.keeps_order and (arrived := [each for each in dict.fromkeys(entry_ids) if each not in entries]):
+            current.arrivals.append((handle, arrived))
         if len(records) == 1:
             last = entry_ids[0]
             entries[last] = records[0]

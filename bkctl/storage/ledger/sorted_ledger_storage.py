@@ -143,6 +143,7 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
             if not snapshot.is_sorted:
                 snapshot.todo = list(self._runs(snapshot))
                 snapshot.todo.reverse()
+                snapshot.arrivals.clear()
                 snapshot.is_sorted = True
             snapshot.todo += snapshot.unplaced
             snapshot.unplaced = []
