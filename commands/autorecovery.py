@@ -72,16 +72,15 @@ def run_auto_recovery(
     scopes = {False, True} - ({False} if scopes_only else set()) - ({True} if scope_0_only else set())
     bookie_id = own_id or _own_id(config)
     run.job.log()
-    with run.access.cluster() as cluster:
-        auto_recovery_of(cluster)
-        auto_recovery = AutoRecovery(
-            cluster, config, bookie_id,
-            scopes=scopes, tls=run.access.bookie_tls(TLS_REFRESH_S), addresses=run.access.bookie_addresses(),
-            timeout_s=run.access.timeout_s,
-        )  # fmt: skip
-        row = PlainRow(bookie_id=bookie_id, default_scope=False in scopes, other_scopes=True in scopes, pid=os.getpid())
-        with recovery_server(auto_recovery):
-            run.job.complete(serve(auto_recovery, started=lambda: run.out.show(row, RUNNING_COLUMNS)))
+    auto_recovery_of(run.cluster)
+    auto_recovery = AutoRecovery(
+        run.cluster, config, bookie_id,
+        scopes=scopes, tls=run.access.bookie_tls(TLS_REFRESH_S), addresses=run.access.bookie_addresses(),
+        timeout_s=run.access.timeout_s,
+    )  # fmt: skip
+    row = PlainRow(bookie_id=bookie_id, default_scope=False in scopes, other_scopes=True in scopes, pid=os.getpid())
+    with recovery_server(auto_recovery):
+        run.job.complete(serve(auto_recovery, started=lambda: run.out.show(row, RUNNING_COLUMNS)))
 
 
 def _own_id(config: BookieConfig) -> str:
@@ -123,8 +122,7 @@ def status(run: Run, watch: WatchOption) -> None:
     from bkctl.metadata.admin.auto_recovery import recovery_status
 
     problems: list[BkctlError] = []
-    with run.access.cluster() as cluster:
-        run.out.watch(watch, partial(recovery_status, cluster, problems), STATUS_COLUMNS, single=True)
+    run.out.watch(watch, partial(recovery_status, run.cluster, problems), STATUS_COLUMNS, single=True)
     run.out.raise_first(problems[:1])
 
 
@@ -138,7 +136,7 @@ SWITCH_COLUMNS = Columns(
 def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of
 
-    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
+    with run.consent.recorded(run.cluster, undo) as recorded:
         state = auto_recovery_of(recorded)
         try:
             (state.settings.enable if enabled else state.settings.disable)()
@@ -224,8 +222,8 @@ def list_marked(
 
     problems: list[BkctlError] = []
     chosen = MarkFilter(missing or (), not_missing or (), older_than)
-    with run.access.cluster() as cluster, run.job.working("Listing under-replicated ledgers", enabled=watch is None):
-        look = partial(list_marks, cluster, scope, chosen, problems, None if count else why_not_replicated)
+    with run.job.working("Listing under-replicated ledgers", enabled=watch is None):
+        look = partial(list_marks, run.cluster, scope, chosen, problems, None if count else why_not_replicated)
         run.out.watch(watch, look, MARK_COLUMNS, count=count)
     run.out.raise_first(problems[:1])
 
@@ -248,8 +246,7 @@ def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
     """
     from bkctl.metadata.admin.auto_recovery import list_work
 
-    with run.access.cluster() as cluster:
-        run.out.watch(watch, partial(list_work, cluster, scope), LOCK_COLUMNS)
+    run.out.watch(watch, partial(list_work, run.cluster, scope), LOCK_COLUMNS)
 
 
 MARKED_COLUMNS = Columns(
@@ -281,13 +278,12 @@ def mark(
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of, check_in_ensembles, mark_ledgers
 
-    with run.access.cluster() as cluster:
-        if not auto_recovery_of(cluster).settings.is_enabled():
-            run.out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
-        check_in_ensembles(cluster, ledgers, missing)
-        with run.out.rows(MARKED_COLUMNS) as writer, run.consent.recorded(cluster, undo) as recorded:
-            marked = mark_ledgers(recorded, ledgers, missing, dry_run=dry_run)
-            writer.rows(tap(marked, partial(_note_unchanged, run.out, missing)))
+    if not auto_recovery_of(run.cluster).settings.is_enabled():
+        run.out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
+    check_in_ensembles(run.cluster, ledgers, missing)
+    with run.out.rows(MARKED_COLUMNS) as writer, run.consent.recorded(run.cluster, undo) as recorded:
+        marked = mark_ledgers(recorded, ledgers, missing, dry_run=dry_run)
+        writer.rows(tap(marked, partial(_note_unchanged, run.out, missing)))
 
 
 def _note_unchanged(out: Printer, missing: list[str], row: MarkChange) -> None:
@@ -305,15 +301,14 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
     """
     from bkctl.metadata.admin.auto_recovery import stored_marks, unmark_ledgers
 
-    with run.access.cluster() as cluster:
-        marks = stored_marks(cluster, ledgers)
-        run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
-        if marks and not dry_run:
-            run.consent.confirm(
-                f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
-            )
-        with run.out.rows(MARKED_COLUMNS, findings=True) as writer, run.consent.recorded(cluster, undo) as recorded:
-            writer.rows(unmark_ledgers(recorded, marks, dry_run=dry_run))
+    marks = stored_marks(run.cluster, ledgers)
+    run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
+    if marks and not dry_run:
+        run.consent.confirm(
+            f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
+        )
+    with run.out.rows(MARKED_COLUMNS, findings=True) as writer, run.consent.recorded(run.cluster, undo) as recorded:
+        writer.rows(unmark_ledgers(recorded, marks, dry_run=dry_run))
 
 
 # --- the auditor ----------------------------------------------------------------------------------------------------
@@ -336,8 +331,7 @@ def auditor(run: Run, all_votes: Annotated[bool, flag("--all", "Show candidates 
     from bkctl.metadata.admin.auto_recovery import list_votes
 
     problems: list[BkctlError] = []
-    with run.access.cluster() as cluster:
-        votes = list_votes(cluster, problems, every=all_votes)
+    votes = list_votes(run.cluster, problems, every=all_votes)
     if not votes and not problems:
         raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
     run.out.render(votes, VOTE_COLUMNS)
@@ -390,13 +384,12 @@ def audit(
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of, reset_clocks
 
     checks = {} if reset_clock is None else _checks(reset_clock)
-    with run.access.cluster() as cluster:
-        if not checks:
-            run.out.show(auto_recovery_of(cluster).trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
-            return
-        after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-        with run.consent.recorded(cluster, undo) as recorded:
-            rows = reset_clocks(recorded, after_ms, checks, dry_run=dry_run)
+    if not checks:
+        run.out.show(auto_recovery_of(run.cluster).trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
+        return
+    after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
+    with run.consent.recorded(run.cluster, undo) as recorded:
+        rows = reset_clocks(recorded, after_ms, checks, dry_run=dry_run)
     run.out.render(rows, CLOCK_COLUMNS)
     run.out.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
@@ -424,16 +417,15 @@ def delay(
     """
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of
 
-    with run.access.cluster() as cluster:
-        state = auto_recovery_of(cluster)
-        if seconds is None:
-            stored = state.settings.lost_bookie_recovery_delay_s()
-            run.out.show(PlainRow(seconds=stored or 0, stored=stored is not None), DELAY_COLUMNS)
-            return
-        wanted = parse_duration(seconds, "DELAY")
-        if wanted != int(wanted):
-            raise UsageError(f"DELAY {seconds}: not whole seconds")
-        if not dry_run:
-            with run.consent.recorded(cluster, undo) as recorded:
-                auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
-        run.out.show(PlainRow(seconds=int(wanted), stored=True), DELAY_COLUMNS)
+    state = auto_recovery_of(run.cluster)
+    if seconds is None:
+        stored = state.settings.lost_bookie_recovery_delay_s()
+        run.out.show(PlainRow(seconds=stored or 0, stored=stored is not None), DELAY_COLUMNS)
+        return
+    wanted = parse_duration(seconds, "DELAY")
+    if wanted != int(wanted):
+        raise UsageError(f"DELAY {seconds}: not whole seconds")
+    if not dry_run:
+        with run.consent.recorded(run.cluster, undo) as recorded:
+            auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
+    run.out.show(PlainRow(seconds=int(wanted), stored=True), DELAY_COLUMNS)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from bkctl.client.read_handle import ReadHandle
     from bkctl.client.write_handle import WriteHandle
     from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster
 
     from .kit.activity import Activity
 
@@ -209,8 +208,8 @@ def _measure(run: Run, bench: Benchmark, *operations: str) -> None:
     from bkctl.client.streams import check_entry_size
 
     check_entry_size(bench.entry_size, "--size")
-    with run.access.cluster() as cluster, run.job.working("Measuring", unit="entries") as activity:
-        results = run.job.complete(_apply(run, cluster, bench, operations, activity))
+    with run.job.working("Measuring", unit="entries") as activity:
+        results = run.job.complete(_apply(run, bench, operations, activity))
     rows = [BenchRow(operation, result, bench) for operation, result in zip(operations, results, strict=True)]
     run.out.render(rows, BENCH_COLUMNS)
     if run.out.output in (Output.TABLE, Output.WIDE) and sys.stdout.isatty():
@@ -218,15 +217,13 @@ def _measure(run: Run, bench: Benchmark, *operations: str) -> None:
             run.out.text(histogram_text(row.operation, row.result.latencies, color=run.out.color))
 
 
-async def _apply(
-    run: Run, cluster: Cluster, bench: Benchmark, operations: Sequence[str], activity: Activity
-) -> list[LoadResult]:
+async def _apply(run: Run, bench: Benchmark, operations: Sequence[str], activity: Activity) -> list[LoadResult]:
     from asyncio import create_task, gather
 
     from bkctl.client.benchmark import add_entries, read_entries
 
     load = bench.load
-    async with run.access.bookkeeper(cluster, bench.protocol) as client, temporary_ledgers(run, client) as made:
+    async with run.access.bookkeeper(run.cluster, bench.protocol) as client, temporary_ledgers(run, client) as made:
         readers = await _written(client, made, bench) if "reads" in operations else []
         writers = await _create(client, made, bench) if "adds" in operations else []
         activity.update(0, load.entry_count * len(operations) if load.duration_s is None else None)

@@ -65,8 +65,7 @@ def info(run: Run) -> None:
     """Show the cluster: layout, bookies, auditor, replication."""
     from bkctl.metadata.admin.overview import cluster_info
 
-    with run.access.cluster() as cluster:
-        run.out.show(cluster_info(cluster), INFO_COLUMNS)
+    run.out.show(cluster_info(run.cluster), INFO_COLUMNS)
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
@@ -146,14 +145,13 @@ def status(
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
     from bkctl.metadata.cluster import RegisteredBookie
 
-    with run.access.cluster() as cluster:
-        cluster.layout()
-        members, counts = cluster.bookies.list(), None
-        with run.job.working("Asking the bookies"):
-            spaces = run.job.ask(run.access.bookkeeper(cluster), partial(member_space, bookies=members))
-        if count_ledgers is not False:
-            with run.job.working("Counting ledgers"):
-                counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
+    run.cluster.layout()
+    members, counts = run.cluster.bookies.list(), None
+    with run.job.working("Asking the bookies"):
+        spaces = run.job.ask(run.access.bookkeeper(run.cluster), partial(member_space, bookies=members))
+    if count_ledgers is not False:
+        with run.job.working("Counting ledgers"):
+            counts = count_ledgers_of_bookies(run.cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
     unknown = sorted((counts or {}).keys() - {each.bookie_id for each in members})
     spaces += [BookieSpace(RegisteredBookie(each, UNKNOWN, None), None, None, None) for each in unknown]
     rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
@@ -216,7 +214,7 @@ HealthLook = Annotated[
 ]  # fmt: skip
 
 
-def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
+def find_all(run: Run, look: Look) -> list[HealthFinding]:
     """Return all findings, the most severe first."""
     from bkctl.client.disk_space import disk_findings
     from bkctl.client.ledger_survey import LedgerSurvey, published_survey, rack_findings, survey_ledgers
@@ -226,8 +224,9 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
 
     from .bookies.members import find_placement
 
-    if run.access.recorded is not None:
-        return run.access.recorded.findings()
+    if run.recorded is not None:
+        return run.recorded.findings()
+    cluster = run.cluster
     of_bookies: list[HealthFinding] = []
     if not look.no_bookies:
         members = cluster.bookies.list(include_down=False)
@@ -243,7 +242,7 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     period = () if run.access.conf is None else (run.access.config().auditor_periodic_check_interval,)
     found = [each for each in health_findings(cluster, *period) if (each.code, each.subject) not in known]
     bookies = cluster.bookies.list()
-    placement = find_placement(run, cluster, bookies)
+    placement = find_placement(run, bookies)
     found += rack_findings(bookies, placement)
     survey = LedgerSurvey(bookies, placement=placement, stuck_after_s=look.stuck_after_s)
     ledgers = cluster.ledgers.ledgers(None)
@@ -312,14 +311,13 @@ def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
     """
     from bkctl.metadata.underreplication import AuditorElection
 
-    with run.access.cluster() as cluster:
-        find = partial(_find_open, run, cluster, look)
-        if watch is not None:
-            run.out.watch(watch, lambda: find()[0], HEALTH_COLUMNS, key=attrgetter("code", "subject"))
-            return
-        with run.job.working("Asking the bookies"):
-            findings, muted = find()
-        unguarded = not findings and not muted and AuditorElection(cluster.store).auditor() is None
+    find = partial(_find_open, run, look)
+    if watch is not None:
+        run.out.watch(watch, lambda: find()[0], HEALTH_COLUMNS, key=attrgetter("code", "subject"))
+        return
+    with run.job.working("Asking the bookies"):
+        findings, muted = find()
+    unguarded = not findings and not muted and AuditorElection(run.cluster.store).auditor() is None
     if findings and run.out.draws:
         run.out.text("".join(_panel(each, color=run.out.color) for each in findings))
     elif findings or run.out.output is not Output.TABLE:
@@ -343,12 +341,12 @@ def _panel(finding: HealthFinding, *, color: bool) -> str:
     return panel_text(title, (finding.message, finding.advice), style=PANEL_STYLES[severity], color=color)
 
 
-def _find_open(run: Run, cluster: Cluster, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
+def _find_open(run: Run, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
     """Return the findings, and those that are muted."""
     from bkctl.metadata.admin.health import HealthMutes
 
-    found = find_all(run, cluster, look)
-    codes = {mute.code for mute in HealthMutes(cluster).active()}
+    found = find_all(run, look)
+    codes = {mute.code for mute in HealthMutes(run.cluster).active()}
     return [each for each in found if each.code not in codes], [each for each in found if each.code in codes]
 
 
@@ -389,10 +387,10 @@ def health_detail(run: Run, look: HealthLook) -> None:
     from bkctl.metadata.admin.health import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
-    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
-        mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
-        found = find_all(run, cluster, look)
-        unguarded = not found and AuditorElection(cluster.store).auditor() is None
+    with run.job.working("Asking the bookies"):
+        mutes = {mute.code: mute for mute in HealthMutes(run.cluster).active()}
+        found = find_all(run, look)
+        unguarded = not found and AuditorElection(run.cluster.store).auditor() is None
     rows = [PlainRow(finding=each, mute=mutes.get(each.code)) for each in found]
     if run.out.output is Output.TABLE and run.out.selection.order is None:
         for index, row in enumerate(rows):
@@ -435,7 +433,7 @@ def mute_health(
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
-    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
+    with run.consent.recorded(run.cluster, undo) as recorded:
         run.out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
@@ -447,7 +445,7 @@ def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
     """
     from bkctl.metadata.admin.health import HealthMutes
 
-    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
+    with run.consent.recorded(run.cluster, undo) as recorded:
         run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
 
@@ -456,8 +454,7 @@ def list_mutes(run: Run) -> None:
     """List the muted codes, with time and user."""
     from bkctl.metadata.admin.health import HealthMutes
 
-    with run.access.cluster() as cluster:
-        run.out.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
+    run.out.render(HealthMutes(run.cluster).active(), MUTE_COLUMNS)
 
 
 CHECK_COLUMNS = Columns(
@@ -475,8 +472,7 @@ def healthcheck_status(run: Run) -> None:
     """
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
-    with run.access.cluster() as cluster:
-        run.out.show(PlainRow(enabled=HealthCheckSwitch(cluster).is_enabled(), changed=None), CHECK_COLUMNS)
+    run.out.show(PlainRow(enabled=HealthCheckSwitch(run.cluster).is_enabled(), changed=None), CHECK_COLUMNS)
 
 
 @command(healthcheck_app, "enable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
@@ -500,10 +496,9 @@ def healthcheck_disable(run: Run, undo: UndoOption = None) -> None:
 def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
-    with run.access.cluster() as cluster:
-        with run.consent.recorded(cluster, undo) as recorded:
-            changed = HealthCheckSwitch(recorded).set(enabled)
-        run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
+    with run.consent.recorded(run.cluster, undo) as recorded:
+        changed = HealthCheckSwitch(recorded).set(enabled)
+    run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
     if not changed:
         run.out.note(f"The health check was {'enabled' if enabled else 'disabled'} already")
 
@@ -522,14 +517,13 @@ ID_COLUMNS = Columns(
 @command(app, "id", connects=True, examples=("bkctl cluster id",), prints=object_of(ID_COLUMNS))
 def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
-    with run.access.cluster() as cluster:
-        identity = _identity(cluster)  # raises NotFound without a cluster
-        if not identity.instance_id:
-            raise NotFound(
-                f"The cluster in {cluster.uri} has no instance id",
-                hint="a bookie's cookie may name it: 'bkctl cookie show BOOKIE'",
-            )
-        run.out.show(identity, ID_COLUMNS)
+    identity = _identity(run.cluster)  # raises NotFound without a cluster
+    if not identity.instance_id:
+        raise NotFound(
+            f"The cluster in {run.cluster.uri} has no instance id",
+            hint="a bookie's cookie may name it: 'bkctl cookie show BOOKIE'",
+        )
+    run.out.show(identity, ID_COLUMNS)
 
 
 @command(app, "init", connects=True, changes=True, prints=object_of(ID_COLUMNS))
@@ -559,9 +553,9 @@ def init(
                 raise _already_there(cluster)
             run.out.show(_identity(cluster), ID_COLUMNS)
         return
-    with suppress(NotFound), run.access.cluster() as cluster:  # NotFound: the file is created later.
-        if cluster.store.get(cluster.places.layout) is not None:
-            raise _already_there(cluster)
+    with suppress(NotFound):  # NotFound: the file is created later.
+        if run.cluster.store.get(run.cluster.places.layout) is not None:
+            raise _already_there(run.cluster)
     run.out.show(PlainRow(metadata_uri=location.text, instance_id=None, factory_class=layout.factory_class), ID_COLUMNS)
 
 
@@ -607,34 +601,33 @@ def nuke_cluster(
     from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
     from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
-    with run.access.cluster() as cluster:
-        with run.job.working("Counting ledgers"):
-            plan = plan_nuke(cluster)
-        named = yes_really if instance_id is None else instance_id
-        if named not in (None, plan.instance_id):
-            raise Conflict(
-                f"The cluster in {cluster.uri} has another instance id: {plan.instance_id}",
-                hint="check the metadata URI",
-            )
-        if dry_run:
-            run.out.show(plan, NUKE_COLUMNS)
-            return
-        if plan.foreign_scopes:
-            run.out.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
-        kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
-        loss = (
-            f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
-            f"{counted(plan.ledger_count, 'ledger', 'ledgers')}, "
-            f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
+    with run.job.working("Counting ledgers"):
+        plan = plan_nuke(run.cluster)
+    named = yes_really if instance_id is None else instance_id
+    if named not in (None, plan.instance_id):
+        raise Conflict(
+            f"The cluster in {run.cluster.uri} has another instance id: {plan.instance_id}",
+            hint="check the metadata URI",
         )
-        if instance_id is not None:
-            run.consent.confirm(loss)
-        else:
-            run.consent.confirm_name(loss, plan.instance_id, yes_really)
-        if backup is not None:
-            with run.job.working(f"Exporting to {backup}") as activity:
-                export_to_file(ClusterSource(cluster), backup, progress=activity.update)
-        with run.job.working("Removing nodes", left="run the command again to remove the rest") as activity:
-            count = nuke(cluster, progress=activity.update)
+    if dry_run:
+        run.out.show(plan, NUKE_COLUMNS)
+        return
+    if plan.foreign_scopes:
+        run.out.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
+    kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
+    loss = (
+        f"All metadata of the cluster {plan.instance_id} in {run.cluster.uri} would be lost: "
+        f"{counted(plan.ledger_count, 'ledger', 'ledgers')}, "
+        f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
+    )
+    if instance_id is not None:
+        run.consent.confirm(loss)
+    else:
+        run.consent.confirm_name(loss, plan.instance_id, yes_really)
+    if backup is not None:
+        with run.job.working(f"Exporting to {backup}") as activity:
+            export_to_file(ClusterSource(run.cluster), backup, progress=activity.update)
+    with run.job.working("Removing nodes", left="run the command again to remove the rest") as activity:
+        count = nuke(run.cluster, progress=activity.update)
     run.out.show(plan, NUKE_COLUMNS)
     run.out.note(f"Removed {counted(count, 'node', 'nodes')}")

@@ -85,9 +85,8 @@ def list_cookies(run: Run) -> None:
 
     A cookie that cannot be read is a row with the problem (exit code 3).
     """
-    with run.access.cluster() as cluster:
-        found = (_stored_row(cluster, bookie_id) for bookie_id in cluster.cookies.list())
-        rows = [row for row in found if row is not None]
+    found = (_stored_row(run.cluster, bookie_id) for bookie_id in run.cluster.cookies.list())
+    rows = [row for row in found if row is not None]
     run.out.render(rows, LIST_COLUMNS)
     run.out.finish_with(sum(row.error is not None for row in rows), "cookie cannot be read", "cookies cannot be read")
 
@@ -128,9 +127,8 @@ def show(
     if bookie is None:
         found = [(str(path), _read(path), None, str(path)) for path in _version_files(dir)]
     else:
-        with run.access.cluster() as cluster:
-            node = _stored_node(cluster, bookie)
-            found = [(None, node.value, node.version, f"cookie of {bookie} in {cluster.store.name}")]
+        node = _stored_node(run.cluster, bookie)
+        found = [(None, node.value, node.version, f"cookie of {bookie} in {run.cluster.store.name}")]
     if format is not None:
         run.out.raw(b"".join(data for _, data, _, _ in found))
         return
@@ -209,13 +207,12 @@ def create(
 
     data, cookie = _cookie_in(file, bookie)
     version: int | None = None
-    with run.access.cluster() as cluster:
-        path = cookie_path(bookie)
-        if cluster.store.get(path) is not None:
-            raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
-        if not dry_run:
-            with run.consent.recorded(cluster, undo) as recorded:
-                version = recorded.store.put(path, data, NEW)
+    path = cookie_path(bookie)
+    if run.cluster.store.get(path) is not None:
+        raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
+    if not dry_run:
+        with run.consent.recorded(run.cluster, undo) as recorded:
+            version = recorded.store.put(path, data, NEW)
     run.out.show(_row(bookie, cookie, version=version), COOKIE_COLUMNS)
 
 
@@ -241,23 +238,22 @@ def update(
     from bkctl.formats.metadata import Cookie
 
     data, cookie = _cookie_in(file, bookie)
-    with run.access.cluster() as cluster:
-        path = cookie_path(bookie)
-        found = cluster.store.get(path)
-        if found is None:
-            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' creates one")
-        try:
-            changes = list(verify(cookie, Cookie.parse(found.value), {}))
-        except BkctlError:
-            changes = [CookieFinding("", "cookie", "readable", "unreadable", "")]
-        if not changes and found.value != data:
-            changes = [CookieFinding("", "bytes", f"{len(data)} bytes", f"{len(found.value)} bytes", "")]
-        if changes and not dry_run:
-            names = ", ".join(change.field for change in changes)
-            run.consent.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
-            with run.consent.recorded(cluster, undo) as recorded:
-                recorded.store.put(path, data, found.version)
-        run.out.render(changes, CHANGE_COLUMNS)
+    path = cookie_path(bookie)
+    found = run.cluster.store.get(path)
+    if found is None:
+        raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' creates one")
+    try:
+        changes = list(verify(cookie, Cookie.parse(found.value), {}))
+    except BkctlError:
+        changes = [CookieFinding("", "cookie", "readable", "unreadable", "")]
+    if not changes and found.value != data:
+        changes = [CookieFinding("", "bytes", f"{len(data)} bytes", f"{len(found.value)} bytes", "")]
+    if changes and not dry_run:
+        names = ", ".join(change.field for change in changes)
+        run.consent.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
+        with run.consent.recorded(run.cluster, undo) as recorded:
+            recorded.store.put(path, data, found.version)
+    run.out.render(changes, CHANGE_COLUMNS)
 
 
 @command(app, "delete", connects=True, asks=True, changes=True, prints=rows_of(COOKIE_COLUMNS))
@@ -281,25 +277,24 @@ def delete(
     from bkctl.metadata.store import attempt
     from bkctl.repair.holding import hold
 
-    with run.access.cluster() as cluster:
-        nodes = {bookie: _stored_node(cluster, bookie) for bookie in bookies}
-        check_not_registered(cluster, bookies)
-        with run.job.working("Looking at the ledgers"):
-            _check_not_named(cluster, bookies)
-        hint = "name that bookie, or drop it"
-        files = [(path, _cookie_in(path, *bookies, hint=hint)[1]) for path in _version_files(dir)]
-        if not dry_run:
-            places = f" and {len(files)} directories" if files else ""
-            run.consent.confirm(
-                f"The cookie of bookie {', '.join(nodes)} in {cluster.store.name}{places} would be lost: "
-                "it does not start on its directories without. No ledger names it"
-            )
-            paths = [path for path, _ in files]
-            with hold([path.parent for path in paths], note=run.out.note), run.consent.undo(cluster, undo) as kept:
-                remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, kept)
-        read = (_row(name, attempt(Cookie.parse, node.value), version=node.version) for name, node in nodes.items())
-        stored, local = list(read), [_row(cookie.bookie_id, cookie, place=str(path)) for path, cookie in files]
-        run.out.render([*stored, *local], COOKIE_COLUMNS)
+    nodes = {bookie: _stored_node(run.cluster, bookie) for bookie in bookies}
+    check_not_registered(run.cluster, bookies)
+    with run.job.working("Looking at the ledgers"):
+        _check_not_named(run.cluster, bookies)
+    hint = "name that bookie, or drop it"
+    files = [(path, _cookie_in(path, *bookies, hint=hint)[1]) for path in _version_files(dir)]
+    if not dry_run:
+        places = f" and {len(files)} directories" if files else ""
+        run.consent.confirm(
+            f"The cookie of bookie {', '.join(nodes)} in {run.cluster.store.name}{places} would be lost: "
+            "it does not start on its directories without. No ledger names it"
+        )
+        paths = [path for path, _ in files]
+        with hold([path.parent for path in paths], note=run.out.note), run.consent.undo(run.cluster, undo) as kept:
+            remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, kept)
+    read = (_row(name, attempt(Cookie.parse, node.value), version=node.version) for name, node in nodes.items())
+    stored, local = list(read), [_row(cookie.bookie_id, cookie, place=str(path)) for path, cookie in files]
+    run.out.render([*stored, *local], COOKIE_COLUMNS)
 
 
 def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
@@ -367,8 +362,7 @@ def generate(
     if run.access.conf is None and (bookie is None or journals is None or ledgers is None):
         raise UsageError("A cookie needs the bookie, --journal-dirs and --ledger-dirs", hint="or --conf bk_server.conf")
     if instance_id is None:
-        with run.access.cluster() as cluster:
-            instance_id = cluster.instance_id()
+        instance_id = run.cluster.instance_id()
     if not ledgers:
         ledgers, indexes = config.ledger_directories, indexes or config.index_directories
     bookie_id = check_bookie_id(bookie or bookie_id_of(config))
@@ -402,19 +396,18 @@ def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -
 
     config = run.access.config()
     bookie_id = bookie_id_of(config)
-    with run.access.cluster() as cluster:
-        new = expand(config, bookie_id, cluster, Files(), undo=None)
-        if not dry_run and new:
-            run.consent.confirm(
-                f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again"
-            )
-            make_directories(new, Files())
-            with (
-                hold(map(Path, configured_directories(config)), note=run.out.note),
-                run.consent.undo(cluster, undo) as kept,
-            ):
-                expand(config, bookie_id, cluster, Files(), undo=kept)
-        run.out.render((PlainRow(directory=each, bookie_id=bookie_id) for each in new), EXPANDED_COLUMNS)
+    new = expand(config, bookie_id, run.cluster, Files(), undo=None)
+    if not dry_run and new:
+        run.consent.confirm(
+            f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again"
+        )
+        make_directories(new, Files())
+        with (
+            hold(map(Path, configured_directories(config)), note=run.out.note),
+            run.consent.undo(run.cluster, undo) as kept,
+        ):
+            expand(config, bookie_id, run.cluster, Files(), undo=kept)
+    run.out.render((PlainRow(directory=each, bookie_id=bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
         run.out.note("No directory is new")
 
@@ -448,16 +441,15 @@ def rename_bookie(
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")
     directories = _directories(run.access, dir)
-    with run.access.cluster() as cluster:
-        changed = rename(cluster, old, new, directories, Files(), undo=None)
-        if not dry_run:
-            run.consent.confirm(
-                f"Bookie {old} would be {new} in {cluster.store.name} and "
-                f"{counted(len(changed), 'directory', 'directories')}"
-            )
-            with hold(map(Path, directories), note=run.out.note), run.consent.undo(cluster, undo) as kept:
-                changed = rename(cluster, old, new, directories, Files(), undo=kept)
-        run.out.render((PlainRow(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
+    changed = rename(run.cluster, old, new, directories, Files(), undo=None)
+    if not dry_run:
+        run.consent.confirm(
+            f"Bookie {old} would be {new} in {run.cluster.store.name} and "
+            f"{counted(len(changed), 'directory', 'directories')}"
+        )
+        with hold(map(Path, directories), note=run.out.note), run.consent.undo(run.cluster, undo) as kept:
+            changed = rename(run.cluster, old, new, directories, Files(), undo=kept)
+    run.out.render((PlainRow(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
         run.out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
 
@@ -492,13 +484,12 @@ def verify_cookies(run: Run, bookie: BookieOrConf = None, dir: DirOption = None)
         if config is None:
             raise UsageError("No bookie is given", hint="name it, or add --conf bk_server.conf")
         bookie = bookie_id_of(config)
-    with run.access.cluster() as cluster:
-        stored, local = read_stored(cluster, bookie), read_local(directories)
-        expected = stored if config is None else configured_cookie(config, bookie, cluster.instance_id())
-        if expected is None:
-            raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
-        findings = list(verify(value_of(expected), stored, local))
-        run.out.render(findings, FINDING_COLUMNS, findings=True)
+    stored, local = read_stored(run.cluster, bookie), read_local(directories)
+    expected = stored if config is None else configured_cookie(config, bookie, run.cluster.instance_id())
+    if expected is None:
+        raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
+    findings = list(verify(value_of(expected), stored, local))
+    run.out.render(findings, FINDING_COLUMNS, findings=True)
     if not findings:
         run.out.note(
             f"The {len(local) + 1} cookies of bookie {bookie} are equal"

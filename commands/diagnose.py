@@ -53,17 +53,16 @@ def bundle(
     if file.exists():
         raise AlreadyExists(f"{file} exists", hint="choose another file")
     with (
-        run.access.cluster() as cluster,
         run.job.working("Collecting"),
         atomic_write(file) as raw,
         tarfile.open(fileobj=raw, mode="w:gz") as archive,
     ):
         found = Bundle(archive, size_max)
-        found.json("cluster.json", {"bkctl": __version__, **cluster_info(cluster)._asdict()})
-        findings = find_all(run, cluster, Look())
+        found.json("cluster.json", {"bkctl": __version__, **cluster_info(run.cluster)._asdict()})
+        findings = find_all(run, Look())
         found.json("health.json", findings)
-        found.json("why.json", explain_all(run, cluster, (each.command for each in findings)))
-        api_of, watch = partial(metrics_api, run), load_watch(run, cluster)
-        add_cluster(found, cluster, api_of, watch, pause_s=pause_s, wait_s=metrics_wait_s(run))
+        found.json("why.json", explain_all(run, (each.command for each in findings)))
+        api_of, watch = partial(metrics_api, run), load_watch(run)
+        add_cluster(found, run.cluster, api_of, watch, pause_s=pause_s, wait_s=metrics_wait_s(run))
         found.json("left-out.json", found.left_out)
     run.out.show((file, found), BUNDLE_COLUMNS)

@@ -46,11 +46,11 @@ _STATE_STYLE = {
 
 
 @contextmanager
-def _inventory(run: Run, cluster: Cluster, root: str | None, *, quick: bool = False) -> Iterator[Inventory]:
+def _inventory(run: Run, root: str | None, *, quick: bool = False) -> Iterator[Inventory]:
     from bkctl.client.pulsar import Inventory, read_ends
 
     async def read(ledger_ids: set[int]) -> Mapping[int, End | BkctlError]:
-        async with run.access.bookkeeper(cluster) as bookkeeper:
+        async with run.access.bookkeeper(run.cluster) as bookkeeper:
             return await read_ends(bookkeeper, ledger_ids)
 
     def ends(ledger_ids: set[int]) -> Mapping[int, End | BkctlError]:
@@ -58,11 +58,11 @@ def _inventory(run: Run, cluster: Cluster, root: str | None, *, quick: bool = Fa
 
     with (
         run.job.working("Reading topics", unit="ledgers") as activity,
-        Inventory(cluster, root, ends=None if quick else ends, progress=activity.update) as inventory,
+        Inventory(run.cluster, root, ends=None if quick else ends, progress=activity.update) as inventory,
     ):
-        if cluster.store.children(inventory.nodes.path("/managed-ledgers")) is None:
+        if run.cluster.store.children(inventory.nodes.path("/managed-ledgers")) is None:
             raise NotFound(
-                f"No topics at {inventory.nodes.path('/managed-ledgers')} in {cluster.store.name}",
+                f"No topics at {inventory.nodes.path('/managed-ledgers')} in {run.cluster.store.name}",
                 hint="give the path of Pulsar's metadata, its metadataStoreUrl, with --pulsar-root",
             )
         yield inventory
@@ -129,7 +129,7 @@ def list_topics(
     """
     from bkctl.client.pulsar import totals
 
-    with run.access.cluster() as cluster, _inventory(run, cluster, root, quick=quick) as inventory:
+    with _inventory(run, root, quick=quick) as inventory:
         inventory.list_ledgers()
         topics = inventory.topics((place or "").strip("/"))
         if by is TopicsBy.TOPIC:
@@ -238,11 +238,11 @@ def show_topic(
     from bkctl.metadata.pulsar_topics import TopicFilter
 
     name = TopicFilter.parse(topic).managed_ledger
-    with run.access.cluster() as cluster, _inventory(run, cluster, root, quick=quick) as inventory:
+    with _inventory(run, root, quick=quick) as inventory:
         found = inventory.look_up(name)
         if found is None:
             raise NotFound(
-                f"No topic {topic} in {cluster.store.name}",
+                f"No topic {topic} in {run.cluster.store.name}",
                 hint="'bkctl pulsar topics' lists them; a partitioned topic has only its partitions: TOPIC-partition-0",
             )
         schema = None if found.schema is None else inventory.nodes.schema(found.schema)
@@ -277,7 +277,7 @@ def check(run: Run, pause: PauseOption, root: RootOption = None) -> None:
     from bkctl.client.pulsar import check_pulsar
 
     orphans = Counter[str]()
-    with run.access.cluster() as cluster, _inventory(run, cluster, root) as inventory:
+    with _inventory(run, root) as inventory:
         findings = tap(check_pulsar(inventory, pause_s=pause), partial(_count_orphan, orphans))
         count = run.out.render(findings, FINDING_COLUMNS, findings=True)
     if orphans:
@@ -330,40 +330,37 @@ def list_orphans(
     its topic, just before its deletion; 'metadata undo' helps until bookies collect garbage. Exit code 3 if there are
     any.
     """
-    with run.access.cluster() as cluster:
-        found, problems = _found_twice(run, cluster, root, pause, delete=delete)
-        old = [each for each in found if each.age_s is not None and each.age_s >= age_min]
-        run.out.error(*problems)
-        run.out.render(old, ORPHAN_COLUMNS, findings=True)
-        if len(found) > len(old):
-            run.out.note(f"{counted(len(found) - len(old), 'orphan is', 'orphans are')} younger than --min-age")
-        if not old:
-            run.out.note("No orphans")
-        if not delete or dry_run or not old:
-            run.out.finish_with(len(old) + len(problems), "orphan or problem", "orphans or problems")
-            return
-        size_bytes = sum(each.size_bytes or 0 for each in old)
-        run.consent.confirm(f"{counted(len(old), 'ledger', 'ledgers')} with {size_text(size_bytes)} would be lost")
-        with run.consent.recorded(cluster, undo) as recorded, _inventory(run, cluster, root) as inventory:
-            deleted = _delete_orphans(run, inventory, recorded, old)
+    found, problems = _found_twice(run, root, pause, delete=delete)
+    old = [each for each in found if each.age_s is not None and each.age_s >= age_min]
+    run.out.error(*problems)
+    run.out.render(old, ORPHAN_COLUMNS, findings=True)
+    if len(found) > len(old):
+        run.out.note(f"{counted(len(found) - len(old), 'orphan is', 'orphans are')} younger than --min-age")
+    if not old:
+        run.out.note("No orphans")
+    if not delete or dry_run or not old:
+        run.out.finish_with(len(old) + len(problems), "orphan or problem", "orphans or problems")
+        return
+    size_bytes = sum(each.size_bytes or 0 for each in old)
+    run.consent.confirm(f"{counted(len(old), 'ledger', 'ledgers')} with {size_text(size_bytes)} would be lost")
+    with run.consent.recorded(run.cluster, undo) as recorded, _inventory(run, root) as inventory:
+        deleted = _delete_orphans(run, inventory, recorded, old)
     run.out.note(f"{deleted:,} of {counted(len(old), 'orphan was', 'orphans were')} deleted")
     problem_count = len(old) - deleted + len(problems)
     run.out.finish_with(problem_count, "ledger is left, or cannot be judged", "ledgers are left, or cannot be judged")
 
 
-def _found_twice(
-    run: Run, cluster: Cluster, root: str | None, pause_s: float, *, delete: bool
-) -> tuple[list[PulsarFinding], list[str]]:
+def _found_twice(run: Run, root: str | None, pause_s: float, *, delete: bool) -> tuple[list[PulsarFinding], list[str]]:
     """Return the orphans of two passes, the second confirmed one by one, and the problems of the last pass."""
     from bkctl.client.pulsar import find_orphans
 
-    with _inventory(run, cluster, root) as inventory:
+    with _inventory(run, root) as inventory:
         first = {each.ledger_id for each in find_orphans(inventory)}
         problems = list(dict.fromkeys(map(str, inventory.errors)))
     if not first:
         return [], problems
     time.sleep(pause_s)
-    with _inventory(run, cluster, root) as inventory:
+    with _inventory(run, root) as inventory:
         both = [each for each in find_orphans(inventory) if each.ledger_id in first]
         if delete:
             inventory.require_own_topics()

@@ -21,7 +21,6 @@ from .kit.texts import GREEN, RED, YELLOW, milliseconds
 if TYPE_CHECKING:
     from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
     from bkctl.http.client import ApiClient
-    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -129,9 +128,8 @@ def top(
         )
     from .top_screen import show_live
 
-    with run.access.cluster() as cluster:
-        cluster.layout()
-        show_live(load_watch(run, cluster), interval_s=interval_s, color=run.out.color)
+    run.cluster.layout()
+    show_live(load_watch(run), interval_s=interval_s, color=run.out.color)
 
 
 def _print_load(run: Run, load: ClusterLoad) -> None:
@@ -143,17 +141,16 @@ def _print_load(run: Run, load: ClusterLoad) -> None:
 
 
 def _load(run: Run, interval_s: float) -> ClusterLoad:
-    with run.access.cluster() as cluster:
-        if run.access.recorded is not None:
-            return run.access.recorded.load()
-        watch = load_watch(run, cluster)
-        with run.job.working("Asking the bookies"):
-            watch.look()
-            time.sleep(interval_s)
-            return watch.look()
+    if run.recorded is not None:
+        return run.recorded.load()
+    watch = load_watch(run)
+    with run.job.working("Asking the bookies"):
+        watch.look()
+        time.sleep(interval_s)
+        return watch.look()
 
 
-def load_watch(run: Run, cluster: Cluster) -> LoadWatch:
+def load_watch(run: Run) -> LoadWatch:
     """Return the watch of the load, which asks the bookies for a few seconds."""
     from bkctl.http.bookie_load import LoadWatch
 
@@ -164,4 +161,4 @@ def load_watch(run: Run, cluster: Cluster) -> LoadWatch:
         client.timeout_s = wait_s
         return client
 
-    return LoadWatch(cluster, client_of, wait_s=wait_s, host_of=run.access.bookie_host)
+    return LoadWatch(run.cluster, client_of, wait_s=wait_s, host_of=run.access.bookie_host)

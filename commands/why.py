@@ -22,7 +22,6 @@ from .kit.options import LedgerShape
 
 if TYPE_CHECKING:
     from bkctl.http.why import Explanation, Inquiry
-    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -43,12 +42,13 @@ Ask = Callable[["Inquiry"], "Awaitable[Explanation] | Explanation"]
 EXPLANATIONS_MAX: Final = 50
 
 
-async def _asked(run: Run, cluster: Cluster, ask: Ask, *, asks_bookies: bool = True) -> Explanation:
+async def _asked(run: Run, ask: Ask, *, asks_bookies: bool = True) -> Explanation:
     from bkctl.client.ledger import BookKeeper
     from bkctl.http.why import Explanation, Inquiry
 
     from .cluster import find_vitals, metrics_api
 
+    cluster = run.cluster
     client = run.access.bookkeeper(cluster) if asks_bookies else BookKeeper(cluster, config=run.access.client_config())
     async with client as bookkeeper:
         placement = bookkeeper.pool.placement(cluster.bookies.list())
@@ -56,7 +56,7 @@ async def _asked(run: Run, cluster: Cluster, ask: Ask, *, asks_bookies: bool = T
         return found if isinstance(found, Explanation) else await found
 
 
-def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str, Explanation]:
+def explain_all(run: Run, commands: Iterable[str]) -> dict[str, Explanation]:
     """Return the explanations for commands of this group, for a bundle; those that fail are left out."""
     from bkctl.ids import LedgerId
 
@@ -71,17 +71,16 @@ def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str
         if words[:2] == ["bkctl", "why"] and len(words) == 4 and words[2] in asks:
             with suppress(BkctlError):
                 ask = partial(asks[words[2]], words[3])
-                found[line] = run.job.complete(_asked(run, cluster, ask))
+                found[line] = run.job.complete(_asked(run, ask))
     return found
 
 
 def _explain(run: Run, words: str, ask: Ask, *, asks_bookies: bool = True) -> None:
-    with run.access.cluster() as cluster:
-        if run.access.recorded is not None and asks_bookies:
-            why = run.access.recorded.explanation(f"bkctl why {words}")
-        else:
-            with run.job.working("Asking the bookies", enabled=asks_bookies):
-                why = run.job.complete(_asked(run, cluster, ask, asks_bookies=asks_bookies))
+    if run.recorded is not None and asks_bookies:
+        why = run.recorded.explanation(f"bkctl why {words}")
+    else:
+        with run.job.working("Asking the bookies", enabled=asks_bookies):
+            why = run.job.complete(_asked(run, ask, asks_bookies=asks_bookies))
     why.ways = [each._replace(command=pasted(each.command)) for each in why.ways]
     if run.out.output is not Output.TABLE:
         run.out.show(why, WHY_COLUMNS)

@@ -183,8 +183,7 @@ def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
 
     def find_deleted(ledgers: Collection[LedgerId]) -> Collection[LedgerId]:
         try:
-            with run.access.cluster() as cluster:
-                facts = StoredLedgers(cluster, map(current_of, given.ledger_dirs))(ledgers)
+            facts = StoredLedgers(run.cluster, map(current_of, given.ledger_dirs))(ledgers)
         except BkctlError as error:
             run.out.warn(f"it is not known which ledgers were deleted: {error}")
             return ()

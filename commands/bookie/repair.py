@@ -63,10 +63,9 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
         return
     from bkctl.metadata.liveness import StoredLedgers
 
-    with run.access.cluster() as cluster:
-        stored = StoredLedgers(cluster, layout.all)
-        yield stored
-        run.out.error(*stored.problems)
+    stored = StoredLedgers(run.cluster, layout.all)
+    yield stored
+    run.out.error(*stored.problems)
 
 
 def _report(run: Run, findings: RepairFindings) -> None:
@@ -472,17 +471,16 @@ def init(
 
     config = run.access.config()
     bookie_id = bookie_id_of(config)
-    with run.access.cluster() as cluster:
-        if check or dry_run:
-            problems = problems_of_init(config, bookie_id, cluster)
-            run.out.render(problems, INIT_COLUMNS)
-            run.out.finish_with(
-                len(problems),
-                f"reason against creating bookie {bookie_id}",
-                f"reasons against creating bookie {bookie_id}",
-            )
-            return
-        places = existing(configured_directories(config))
-        with hold(places, note=run.out.note), run.consent.undo(cluster, undo) as kept:
-            init(config, bookie_id, cluster, Files(), kept)
-        run.out.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)
+    if check or dry_run:
+        problems = problems_of_init(config, bookie_id, run.cluster)
+        run.out.render(problems, INIT_COLUMNS)
+        run.out.finish_with(
+            len(problems),
+            f"reason against creating bookie {bookie_id}",
+            f"reasons against creating bookie {bookie_id}",
+        )
+        return
+    places = existing(configured_directories(config))
+    with hold(places, note=run.out.note), run.consent.undo(run.cluster, undo) as kept:
+        init(config, bookie_id, run.cluster, Files(), kept)
+    run.out.show(configured_cookie(config, bookie_id, run.cluster.instance_id()), NEW_BOOKIE_COLUMNS)

@@ -107,7 +107,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
         from bkctl.client.trials import sanity_test
 
         try:
-            async with asyncio.timeout(deadline), run.access.bookkeeper(cluster, only={bookie_id}) as bookkeeper:
+            async with asyncio.timeout(deadline), run.access.bookkeeper(run.cluster, only={bookie_id}) as bookkeeper:
                 return await sanity_test(
                     bookkeeper, ledger_scope_id=scope_id, entry_count=count, progress=activity.update,
                     report=run.out.error,
@@ -117,10 +117,9 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
 
     run.consent.start_audit(begun=False)
     with (
-        run.access.cluster() as cluster,
         run.job.working("Writing and reading", total=count, unit="entries") as activity,
     ):
-        bookie = registered_bookie(cluster, bookie_id)
+        bookie = registered_bookie(run.cluster, bookie_id)
         if bookie.state == "down":
             raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
         read_only = bookie.state == "ro"

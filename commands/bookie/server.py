@@ -105,6 +105,7 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
     bookie_id = which.bookie_id
     assert bookie_id is not None
     found: dict[str, Server] = {}
+    cluster = run.cluster
 
     def find() -> Server:
         there = bookie_url(registered_bookie(cluster, bookie_id), run.access.bookie_host(bookie_id))
@@ -112,8 +113,7 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
             found[there] = Server(BookieApi(run.access.http_client(there, is_registered=True)), bookie_id, cluster)
         return found[there]
 
-    with run.access.cluster() as cluster:
-        yield find
+    yield find
 
 
 def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:

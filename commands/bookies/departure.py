@@ -162,48 +162,47 @@ def _depart(
     from bkctl.replication.holdings import plan_move
 
     check_bookie_id(bookie)
-    with run.access.cluster() as cluster:
-        with run.job.working("Looking at the ledgers"):
-            plan = plan_move(cluster, [bookie])
-        with run.out.rows(_step_columns(run, plan), live=True) as writer:
-            steps = _StepPrinter(run, writer, watch_s)
+    with run.job.working("Looking at the ledgers"):
+        plan = plan_move(run.cluster, [bookie])
+    with run.out.rows(_step_columns(run, plan), live=True) as writer:
+        steps = _StepPrinter(run, writer, watch_s)
 
-            async def look(bookkeeper: BookKeeper) -> bool:
-                departure = create(bookkeeper, bookie, plan)
-                async with aclosing(departure.check(probe=dry_run)) as found:
-                    async for step in found:
-                        steps.take(step)
-                return departure.forbidden
-
-            async def set_read_only(bookkeeper: BookKeeper) -> Step:
-                departure = Drain(bookkeeper, bookie, plan)
-                return await departure.set_read_only(partial(_set_read_only, run), run.access.timeout_s)
-
-            async def work() -> None:
-                for step in done:
+        async def look(bookkeeper: BookKeeper) -> bool:
+            departure = create(bookkeeper, bookie, plan)
+            async with aclosing(departure.check(probe=dry_run)) as found:
+                async for step in found:
                     steps.take(step)
-                async with run.access.bookkeeper(recorded) as bookkeeper:
-                    departure = create(bookkeeper, bookie, plan, pace=pace, note=run.out.note)
-                    progress = departure.mover.progress
-                    async with shown_progress(activity, progress), aclosing(departure.run()) as found:
-                        await steps.follow(found, progress)
+            return departure.forbidden
 
-            with run.job.working("Asking the bookies"):
-                stays = run.job.ask(run.access.bookkeeper(cluster), look) or dry_run
-            if not stays:
-                run.consent.confirm(texts.question(plan))
-                steps.finding_count = 0
-                done = []
-                if create is Drain:
-                    left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
-                    with run.job.working(f"Making {bookie} read-only", left=left):
-                        done.append(run.job.ask(run.access.bookkeeper(cluster), set_read_only))
-                total = len(plan.ledgers) or None
-                with (
-                    run.consent.recorded(cluster, undo) as recorded,
-                    run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
-                ):
-                    run_within(run, work(), deadline_s, f"The {texts.noun} of {bookie}")
+        async def set_read_only(bookkeeper: BookKeeper) -> Step:
+            departure = Drain(bookkeeper, bookie, plan)
+            return await departure.set_read_only(partial(_set_read_only, run), run.access.timeout_s)
+
+        async def work() -> None:
+            for step in done:
+                steps.take(step)
+            async with run.access.bookkeeper(recorded) as bookkeeper:
+                departure = create(bookkeeper, bookie, plan, pace=pace, note=run.out.note)
+                progress = departure.mover.progress
+                async with shown_progress(activity, progress), aclosing(departure.run()) as found:
+                    await steps.follow(found, progress)
+
+        with run.job.working("Asking the bookies"):
+            stays = run.job.ask(run.access.bookkeeper(run.cluster), look) or dry_run
+        if not stays:
+            run.consent.confirm(texts.question(plan))
+            steps.finding_count = 0
+            done = []
+            if create is Drain:
+                left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
+                with run.job.working(f"Making {bookie} read-only", left=left):
+                    done.append(run.job.ask(run.access.bookkeeper(run.cluster), set_read_only))
+            total = len(plan.ledgers) or None
+            with (
+                run.consent.recorded(run.cluster, undo) as recorded,
+                run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
+            ):
+                run_within(run, work(), deadline_s, f"The {texts.noun} of {bookie}")
     what = f"{bookie} {'cannot be' if stays else 'is not'} {texts.done}"
     run.out.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
 

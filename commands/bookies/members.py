@@ -54,11 +54,11 @@ RACK_COLUMNS = Columns(
 CHANGE_COLUMNS = Columns(*RACK_COLUMNS.columns[:-1], key="bookieId")
 
 
-def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[PlainRow]:
+def rack_rows(run: Run, bookies: list[RegisteredBookie]) -> list[PlainRow]:
     """Return the racks in the metadata store and of `bookies`; where --conf names a script, the script's count."""
     from bkctl.metadata.racks import BookieRacks, Topology, racks_of
 
-    stored = BookieRacks(cluster).all()
+    stored = BookieRacks(run.cluster).all()
     by_id = {each.bookie_id: each for each in stored}
     shared = racks_of(stored, bookies)
     script = run.access.client_config().network_topology_script_file_name
@@ -73,10 +73,10 @@ def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> li
     return rows
 
 
-def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> dict[str, str]:
+def find_racks(run: Run, bookies: list[RegisteredBookie]) -> dict[str, str]:
     """Return the rack of each bookie that has one, by bookie id; see `rack_rows`. Racks that fail are warnings."""
     try:
-        rows = rack_rows(run, cluster, bookies)
+        rows = rack_rows(run, bookies)
     except (Unreachable, NotFound):
         raise
     except Unauthorized as error:  # A user of the cluster's own nodes only.
@@ -88,7 +88,7 @@ def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> d
     return {row.bookie_id: row.rack for row in rows if row.rack is not None}
 
 
-def find_placement(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> Placement:
+def find_placement(run: Run, bookies: list[RegisteredBookie]) -> Placement:
     """Return the racks, as `find_racks`, and the policy that --conf names. An unsupported policy is a warning."""
     from bkctl.client.placement import Placement, PlacementRules
 
@@ -97,7 +97,7 @@ def find_placement(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) 
     except BkctlError as error:
         run.out.warn(f"placement is not judged: {error.message}")
         return Placement()
-    return Placement(find_racks(run, cluster, bookies), rules)
+    return Placement(find_racks(run, bookies), rules)
 
 
 @command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",), prints=rows_of(RACK_COLUMNS))
@@ -108,8 +108,7 @@ def list_racks(run: Run) -> None:
     (networkTopologyScriptFileName), which takes precedence. Bookies without a rack are listed, too; clients treat them
     as one rack, /default-rack.
     """
-    with run.access.cluster() as cluster:
-        run.out.render(rack_rows(run, cluster, cluster.bookies.list()), RACK_COLUMNS)
+    run.out.render(rack_rows(run, run.cluster.bookies.list()), RACK_COLUMNS)
 
 
 @command(racks_app, "set", connects=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
@@ -133,11 +132,10 @@ def set_racks(
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with run.access.cluster() as cluster:
-        registered = {bookie.bookie_id for bookie in cluster.bookies.list()}
-        with run.consent.recorded(cluster, undo) as recorded:
-            before = BookieRacks(recorded).all()
-            rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
+    registered = {bookie.bookie_id for bookie in run.cluster.bookies.list()}
+    with run.consent.recorded(run.cluster, undo) as recorded:
+        before = BookieRacks(recorded).all()
+        rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
     run.out.note(*(f"Bookie {row.bookie_id} is in rack {row.rack} already" for row in rows if row in before))
     run.out.warn(
         *(f"bookie {name} has neither a registration nor a cookie" for name in names if name not in registered)
@@ -156,7 +154,7 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
+    with run.consent.recorded(run.cluster, undo) as recorded:
         rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
     run.out.render(rows, CHANGE_COLUMNS, findings=True)
     run.out.note(*(f"Bookie {name} has no rack" for name in names if all(row.bookie_id != name for row in rows)))
@@ -229,13 +227,12 @@ def list_bookies(
     $ bkctl bookies list
     $ bkctl bookies list -o json
     """
-    with run.access.cluster() as cluster:
-        run.out.watch(watch, partial(_listed, run, cluster, state), BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
+    run.out.watch(watch, partial(_listed, run, state), BOOKIE_COLUMNS, subscribe=run.cluster.bookies.watch)
 
 
-def _listed(run: Run, cluster: Cluster, state: State) -> list[PlainRow]:
-    bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
-    racks = find_racks(run, cluster, bookies)
+def _listed(run: Run, state: State) -> list[PlainRow]:
+    bookies = run.cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
+    racks = find_racks(run, bookies)
     return [
         PlainRow(bookie=each, rack=racks.get(each.bookie_id)) for each in bookies if state in (State.ALL, each.state)
     ]
@@ -310,10 +307,10 @@ def show(
     $ bkctl bookies show 10.0.0.1:3181 --ledgers
     """
     single = len(bookies) == 1
-    with run.access.cluster() as cluster, run.job.working("Counting ledgers", enabled=ledgers and watch is None):
+    with run.job.working("Counting ledgers", enabled=ledgers and watch is None):
         columns = SHOW_COLUMNS if single else run.out.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
-        look = partial(_shown, cluster, bookies, counts=ledgers)
-        run.out.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
+        look = partial(_shown, run.cluster, bookies, counts=ledgers)
+        run.out.watch(watch, look, columns, subscribe=run.cluster.bookies.watch, single=single)
 
 
 def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[PlainRow]:
@@ -365,10 +362,10 @@ def usage(
     from bkctl.client.disk_space import disk_space
 
     percentage(threshold)
-    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
-        registered = cluster.bookies.list(include_down=False)
+    with run.job.working("Asking the bookies"):
+        registered = run.cluster.bookies.list(include_down=False)
         rows: list[BookieSpace] = []
-        run.job.take_each(run.access.bookkeeper(cluster), partial(disk_space, bookies=registered), rows.append)
+        run.job.take_each(run.access.bookkeeper(run.cluster), partial(disk_space, bookies=registered), rows.append)
     rows.sort(key=_USAGE_KEYS[sort])
     run.out.render(rows, USAGE_COLUMNS, findings=run.out.draws)
     total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))

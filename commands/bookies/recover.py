@@ -284,14 +284,13 @@ def recover(
         raise UsageError(
             "--query changes nothing, so --dry-run, --delete-cookie and --resume do not apply", hint="drop one of them"
         )
-    with run.access.cluster() as cluster:
-        if query:
-            _show_held(run, cluster, names, ledgers or None)
-        elif dry_run:
-            _show_plan(run, cluster, names, ledgers or None, skip_open, skip_unrecoverable)
-        else:
-            recovery = _Recovery(run, cluster, names, pace, skip_open, skip_unrecoverable, delete_cookie)
-            recovery.run(recovery.plan(ledgers or None), resume, undo, deadline)
+    if query:
+        _show_held(run, names, ledgers or None)
+    elif dry_run:
+        _show_plan(run, names, ledgers or None, skip_open, skip_unrecoverable)
+    else:
+        recovery = _Recovery(run, run.cluster, names, pace, skip_open, skip_unrecoverable, delete_cookie)
+        recovery.run(recovery.plan(ledgers or None), resume, undo, deadline)
 
 
 @dataclass
@@ -412,14 +411,14 @@ def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None
             raise NotFound(f"No bookie {name}, and no ledger names it", hint="'bkctl bookies list' shows them")
 
 
-def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None) -> None:
+def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> None:
     from bkctl.replication.holdings import ledgers_on
 
     count = damaged = 0
 
     def rows() -> Iterator[PlainRow]:
         nonlocal count, damaged
-        for ledger, held in ledgers_on(cluster, names, ids):
+        for ledger, held in ledgers_on(run.cluster, names, ids):
             count += 1
             if isinstance(held, BkctlError):
                 if ids is not None:
@@ -437,9 +436,7 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
     )
 
 
-def _show_plan(
-    run: Run, cluster: Cluster, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool
-) -> None:
+def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool) -> None:
     from bkctl.replication.bookie_mover import BookieMover
     from bkctl.replication.holdings import MoveOutcome, PlannedFragment
 
@@ -461,7 +458,7 @@ def _show_plan(
 
     with run.job.working("Asking the bookies"), run.out.rows(fragment_columns(names, planned=True)) as writer:
         run.job.take_each(
-            run.access.bookkeeper(cluster),
+            run.access.bookkeeper(run.cluster),
             lambda bookkeeper: BookieMover(bookkeeper, names, skip_open=skip_open).planned(ids), take,
         )  # fmt: skip
     run.out.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}")

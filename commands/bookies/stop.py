@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption, count_option, flag
 from ..kit.texts import RED, YELLOW, counted
 from .members import bookie_ids, find_racks
-
-if TYPE_CHECKING:
-    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -90,20 +87,19 @@ def show_stop_risks(
         raise UsageError("--max and --watch are given", hint="give one of them")
     names = bookie_ids(bookies or ()) if bookies or not largest else []
     restarts = not for_good and min_replicas is None
-    with run.access.cluster() as cluster:
-        check = StopCheck(cluster, names, replica_count_min=min_replicas, restarts=restarts)
-        if largest and _show_together(run, cluster, names, 1 if restarts else min_replicas):
-            return
-        if watch is not None:
-            run.out.watch(
-                watch, check.problems, RISK_COLUMNS, subscribe=cluster.bookies.watch,
-                key=attrgetter("ledger", "risk", "first_entry_id"),
-            )  # fmt: skip
-        with run.job.working("Looking at the ledgers"):
-            count = run.out.render(check.problems(), RISK_COLUMNS, findings=True)
-        staying = sum(
-            each.state == "rw" and each.bookie_id not in names for each in cluster.bookies.list(include_down=False)
-        )
+    check = StopCheck(run.cluster, names, replica_count_min=min_replicas, restarts=restarts)
+    if largest and _show_together(run, names, 1 if restarts else min_replicas):
+        return
+    if watch is not None:
+        run.out.watch(
+            watch, check.problems, RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
+            key=attrgetter("ledger", "risk", "first_entry_id"),
+        )  # fmt: skip
+    with run.job.working("Looking at the ledgers"):
+        count = run.out.render(check.problems(), RISK_COLUMNS, findings=True)
+    staying = sum(
+        each.state == "rw" and each.bookie_id not in names for each in run.cluster.bookies.list(include_down=False)
+    )
     who = names[0] if len(names) == 1 else f"These {len(names)} bookies"
     if not count:
         left, how = counted(staying, "writable bookie", "writable bookies"), "restart" if restarts else "stop"
@@ -116,17 +112,17 @@ def show_stop_risks(
     run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
 
 
-def _show_together(run: Run, cluster: Cluster, names: list[str], replica_count_min: int | None) -> bool:
+def _show_together(run: Run, names: list[str], replica_count_min: int | None) -> bool:
     """Print the largest set with `names` in it that may stop; False if they may not, which needs their risks.
 
     Raises FindingsError if no name is given, and no bookie may stop.
     """
     from bkctl.replication.holdings import StopSets
 
-    bookies = cluster.bookies.list()
-    racks = find_racks(run, cluster, bookies)
+    bookies = run.cluster.bookies.list()
+    racks = find_racks(run, bookies)
     with run.job.working("Looking at the ledgers"):
-        found = StopSets(cluster, replica_count_min=replica_count_min).largest(names, racks)
+        found = StopSets(run.cluster, replica_count_min=replica_count_min).largest(names, racks)
     if names and not found:
         return False
     run.out.render(

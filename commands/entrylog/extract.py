@@ -176,11 +176,10 @@ def _last_entry_id(run: Run, ledger: LedgerId) -> int | None:
     """
     if not run.access.names_metadata:
         return None
-    with run.access.cluster() as cluster:
-        try:
-            metadata = cluster.ledgers.read(ledger).metadata
-        except LedgerNotFound:
-            return None
+    try:
+        metadata = run.cluster.ledgers.read(ledger).metadata
+    except LedgerNotFound:
+        return None
     return metadata.last_entry_id if metadata.is_closed else None
 
 

@@ -126,11 +126,10 @@ def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iter
     """Yield the state of the cluster's ledgers; problems with reading it are added to `errors` at the end."""
     from bkctl.metadata.liveness import Liveness, check_instance
 
-    with run.access.cluster() as cluster:
-        check_instance(cluster, paths)
-        liveness = Liveness(cluster.ledgers)
-        yield liveness
-        errors.extend(liveness.problems)
+    check_instance(run.cluster, paths)
+    liveness = Liveness(run.cluster.ledgers)
+    yield liveness
+    errors.extend(liveness.problems)
 
 
 LOG_COLUMNS = Columns(

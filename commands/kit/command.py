@@ -13,7 +13,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from contextlib import ExitStack
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
@@ -29,6 +31,10 @@ from .options import Composite
 from .parser import Command, Group
 from .printer import Printer
 from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
+
+if TYPE_CHECKING:
+    from bkctl.http.bundle import RecordedCluster
+    from bkctl.metadata.cluster import Cluster
 
 #: Names that modules of commands import from here.
 __all__ = [
@@ -54,6 +60,18 @@ class Run:
         self.job = LongWork(session, self.out)
         self.access = Access(session, levels, options, self.out, self.job)
         self.consent = Consent(session, self.out, self.access, yes=options.yes)
+        #: Closed when the command ends.
+        self.opened = ExitStack()
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster that the options name, opened when it is first used."""
+        return self.opened.enter_context(self.access.cluster())
+
+    @property
+    def recorded(self) -> RecordedCluster | None:
+        """The bundle in the cluster's place; None for a cluster."""
+        return self.cluster and self.access.recorded
 
 
 #: The parameters that a command may have, by their types.
@@ -151,7 +169,8 @@ def command(
                 run.consent.start_audit(begun=not (connects and opens))
             interrupts.begin_work()
             try:
-                function(**{name: part(run) for name, part in parts.items()}, **arguments)
+                with run.opened:
+                    function(**{name: part(run) for name, part in parts.items()}, **arguments)
                 run.out.end_dry_run()
             except FindingsError:
                 run.out.end_dry_run()

@@ -25,7 +25,6 @@ from .listing import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_col
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss, RecoveryPlan
     from bkctl.metadata.admin.ledger_changes import Removal, RemovalPlan
-    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -71,20 +70,20 @@ def delete(
     states = parse_states(if_state, "--if-state")
     errors: list[BkctlError] = []
     report = partial(_report, run, errors)
-    with run.access.cluster() as cluster, run.out.rows(DELETED_COLUMNS) as writer:
+    with run.out.rows(DELETED_COLUMNS) as writer:
         with run.job.working("Looking at the ledgers"):
             seen = {"seen": writer.row} if dry_run else {}
-            plan = plan_removal(cluster, ledgers, states=states, keep_missing=ignore_missing, **seen)
+            plan = plan_removal(run.cluster, ledgers, states=states, keep_missing=ignore_missing, **seen)
         if not keep_going:
             plan.check()
         writer.rows(tap(plan.failures, report))
         if plan.ledgers and not dry_run:
             run.consent.confirm(_loss(plan))
             if backup is not None:
-                _export(run, cluster, plan.ledgers, backup)
+                _export(run, plan.ledgers, backup)
             total, left = len(plan.ledgers), "deleted ledgers stay deleted: run the command again for the rest"
             with (
-                run.consent.recorded(cluster, undo) as recorded,
+                run.consent.recorded(run.cluster, undo) as recorded,
                 run.job.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
             ):
                 removed = remove_ledgers(
@@ -101,7 +100,7 @@ def _report(run: Run, errors: list[BkctlError], row: Removal) -> None:
         errors.append(row.error)
 
 
-def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
+def _export(run: Run, ledgers: list[LedgerId], target: Path) -> None:
     """Export the ledgers' metadata to a new file `target`, or one in that directory; it appears once it is complete."""
     from bkctl.disk import atomic_write
     from bkctl.metadata.admin.dump.sources import ClusterSource, write_export
@@ -111,7 +110,7 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
     if os.path.lexists(target):
         raise AlreadyExists(f"{target} exists", hint="choose another file for --backup")
     with run.job.working("Exporting"), atomic_write(target, overwrite=False) as stream:
-        write_export(ClusterSource(cluster, ledgers), stream.write)
+        write_export(ClusterSource(run.cluster, ledgers), stream.write)
     run.out.note(f"Metadata exported to {target}")
 
 
@@ -185,29 +184,28 @@ def recover(
     """
     from bkctl.client.ledger_series import plan_recoveries, recover_ledgers
 
-    with run.access.cluster() as cluster:
-        looks = partial(plan_recoveries, ledgers=ledgers, with_losses=accept_loss or dry_run)
-        if dry_run:
-            with run.job.working("Looking at the ledgers"), run.out.rows(RECOVERY_PLAN_COLUMNS) as writer:
-                run.job.take_each(run.access.bookkeeper(cluster), looks, writer.row)
-            return
-        plans: list[RecoveryPlan] = []
-        with run.job.working("Looking at the ledgers"):
-            run.job.take_each(run.access.bookkeeper(cluster), looks, plans.append)
-        losses = {plan.ledger: plan.loss for plan in plans if plan.loss is not None}
-        opened = [f"Ledger {plan.ledger} is {plan.effect}" for plan in plans if plan.activity is not None]
-        if opened:
-            run.consent.confirm(_question(opened, losses))
-        with (
-            run.consent.recorded(cluster, undo) as recorded,
-            run.job.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
-            run.out.rows(list_columns(run)) as writer,
-        ):
-            recovered = partial(recover_ledgers, ledgers=ledgers, losses=losses)
-            run.job.take_each(run.access.bookkeeper(recorded), recovered, lambda row: writer.row(ledger_row(*row)))
-        if closed_count := len(plans) - len(opened):
-            run.out.note(f"{counted(closed_count, 'ledger was', 'ledgers were')} closed already: unchanged")
-        run.out.note(*(f"Given up: {_recovery_loss_text(*each)}" for each in losses.items()))
+    looks = partial(plan_recoveries, ledgers=ledgers, with_losses=accept_loss or dry_run)
+    if dry_run:
+        with run.job.working("Looking at the ledgers"), run.out.rows(RECOVERY_PLAN_COLUMNS) as writer:
+            run.job.take_each(run.access.bookkeeper(run.cluster), looks, writer.row)
+        return
+    plans: list[RecoveryPlan] = []
+    with run.job.working("Looking at the ledgers"):
+        run.job.take_each(run.access.bookkeeper(run.cluster), looks, plans.append)
+    losses = {plan.ledger: plan.loss for plan in plans if plan.loss is not None}
+    opened = [f"Ledger {plan.ledger} is {plan.effect}" for plan in plans if plan.activity is not None]
+    if opened:
+        run.consent.confirm(_question(opened, losses))
+    with (
+        run.consent.recorded(run.cluster, undo) as recorded,
+        run.job.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
+        run.out.rows(list_columns(run)) as writer,
+    ):
+        recovered = partial(recover_ledgers, ledgers=ledgers, losses=losses)
+        run.job.take_each(run.access.bookkeeper(recorded), recovered, lambda row: writer.row(ledger_row(*row)))
+    if closed_count := len(plans) - len(opened):
+        run.out.note(f"{counted(closed_count, 'ledger was', 'ledgers were')} closed already: unchanged")
+    run.out.note(*(f"Given up: {_recovery_loss_text(*each)}" for each in losses.items()))
 
 
 def _question(opened: list[str], losses: Mapping[LedgerId, RecoveryLoss]) -> str:

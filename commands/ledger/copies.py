@@ -72,7 +72,6 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadP
     from bkctl.client.ledger_series import verify_ledgers
 
     with (
-        run.access.cluster() as cluster,
         run.job.working("Verifying", unit="entries", pace=pace) as activity,
         run.out.rows(FINDING_COLUMNS, findings=True) as writer,
     ):
@@ -80,7 +79,7 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadP
             verify_ledgers, ledgers=ledgers, begin=activity.begin, end=partial(_note_verified, run.out),
             progress=activity.update, pace=pace,
         )  # fmt: skip
-        run.job.take_each(run.access.bookkeeper(cluster, protocol), findings, writer.row)
+        run.job.take_each(run.access.bookkeeper(run.cluster, protocol), findings, writer.row)
     if writer.count:
         where = counted(len(ledgers), "ledger", "ledgers")
         raise FindingsError(f"{counted(writer.count, 'finding', 'findings')} in {where}")
@@ -134,7 +133,6 @@ def try_out(
     check_entry_size(size, "--size")
 
     with (
-        run.access.cluster() as cluster,
         run.job.working("Writing and reading", total=count, unit="entries") as activity,
     ):
         create = partial(create_ledger, target=target, shape=shape, password=password, custom_metadata={})
@@ -142,7 +140,7 @@ def try_out(
             try_ledger, create=create, entry_count=count, entry_size_bytes=size, password=password, keep=keep,
             progress=activity.update, note=run.out.note, report=run.out.error,
         )  # fmt: skip
-        run.out.show(run.job.ask(run.access.bookkeeper(cluster, protocol), trial), TRIAL_COLUMNS)
+        run.out.show(run.job.ask(run.access.bookkeeper(run.cluster, protocol), trial), TRIAL_COLUMNS)
 
 
 def _copy_text(copy: dict[str, str]) -> str:

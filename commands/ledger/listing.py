@@ -35,7 +35,6 @@ from ..kit.texts import GREEN, RED, YELLOW, counted, readable_text
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.overview import LedgerQuery
-    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -178,11 +177,10 @@ def list_ledgers(
     prints_ids = run.out.output is Output.ID and run.out.selection == ALL
     needs_rows = by is not None or query.needs_metadata or not (count or prints_ids)
     with (
-        run.access.cluster() as cluster,
         run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
     ):
         listing = LedgerListing(
-            cluster, scope_id, query, after=start, limit=limit, skip=run.out.error if keep_going else None,
+            run.cluster, scope_id, query, after=start, limit=limit, skip=run.out.error if keep_going else None,
             progress=activity.update, found=activity.note_found,
         )  # fmt: skip
         if needs_rows or count or watch is not None or limit is not None:
@@ -192,11 +190,11 @@ def list_ledgers(
                 look, columns = partial(ledgers_by_application, listing), APPLICATION_COLUMNS
             run.out.watch(watch, look, columns, count=count, findings=run.out.draws)
         else:
-            _print_ids(run, cluster.ledgers.batches(scope_id, start))
+            _print_ids(run, run.cluster.ledgers.batches(scope_id, start))
         if watch is None:
             if query.needs_metadata and limit is None and sys.stdout.isatty():
                 run.out.note(f"{listing.found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
-            _note_other_scopes(run, cluster, scope_id)
+            _note_other_scopes(run, scope_id)
     run.out.finish_with(
         len(listing.unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
@@ -210,13 +208,13 @@ def _print_ids(run: Run, batches: Iterable[Sequence[LedgerId]]) -> None:
         run.out.text("\n".join(map(str, names)) + "\n")
 
 
-def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None:
+def _note_other_scopes(run: Run, scope_id: int | None) -> None:
     """Say that a scope without ledgers has none, and how many others have; None: that no scope has any."""
     from bkctl.metadata.admin.overview import count_scopes
 
-    if next(cluster.ledgers.ledgers(scope_id), None) is not None:
+    if next(run.cluster.ledgers.ledgers(scope_id), None) is not None:
         return
-    scopes, ledgers = count_scopes(cluster, scope_id, OTHERS_COUNTED_MAX)
+    scopes, ledgers = count_scopes(run.cluster, scope_id, OTHERS_COUNTED_MAX)
     if not ledgers:
         run.out.note("No ledgers")
     elif scope_id is not None:
@@ -268,9 +266,8 @@ def show(
     from bkctl.metadata.ledger_columns import ledger_rows
 
     single = len(ledgers) == 1
-    with run.access.cluster() as cluster:
-        columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else list_columns(run)
-        run.out.watch(
-            watch, lambda: ledger_rows(cluster.ledgers.read_each(ledgers)), columns,
-            subscribe=partial(cluster.ledgers.watch_each, ledgers), single=single,
-        )  # fmt: skip
+    columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else list_columns(run)
+    run.out.watch(
+        watch, lambda: ledger_rows(run.cluster.ledgers.read_each(ledgers)), columns,
+        subscribe=partial(run.cluster.ledgers.watch_each, ledgers), single=single,
+    )  # fmt: skip

@@ -111,18 +111,20 @@ def locate_ledgers(
     if asks:
         columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
     findings: Counter[bool] = Counter()
-    with run.access.cluster() as cluster, run.job.working("Asking the bookies" if asks else "Looking at the ledgers"):
-        bookies = cluster.bookies.list()
-        placement = find_placement(run, cluster, bookies)
+    with run.job.working("Asking the bookies" if asks else "Looking at the ledgers"):
+        bookies = run.cluster.bookies.list()
+        placement = find_placement(run, bookies)
         columns = columns.and_also(*(PLACE_RACK_COLUMNS if placement.racks else ()))
         with run.out.tree(columns, LEVELS) as writer:
             if asks:
                 places = partial(
                     checked_places, ledgers=ledgers, entry_id=entry, every_entry=every_entry, placement=placement
                 )
-                run.job.take_each(run.access.bookkeeper(cluster, protocol), places, partial(_write, writer, findings))
+                run.job.take_each(
+                    run.access.bookkeeper(run.cluster, protocol), places, partial(_write, writer, findings)
+                )
             else:
-                writer.rows(places_of(cluster, ledgers, bookies, entry, placement))
+                writer.rows(places_of(run.cluster, ledgers, bookies, entry, placement))
     run.out.finish_with(findings[True], "replica is not ok", "replicas are not ok")
 
 

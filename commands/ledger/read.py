@@ -218,8 +218,7 @@ def read(
         recovery=recover, bookie_id=bookie, verify=not no_verify, note=run.out.detail,
     )  # fmt: skip
     with (
-        run.access.cluster() as cluster,
-        run.consent.recorded(cluster, undo) if recover else nullcontext(cluster) as recorded,
+        run.consent.recorded(run.cluster, undo) if recover else nullcontext(run.cluster) as recorded,
         run.job.working(f"Reading ledger {ledger}"),
     ):
         columns = entry_columns(ledger, body or format is not None, format)
@@ -258,6 +257,6 @@ def tail_ledger(
     runs = partial(
         follow_ledger, ledger=ledger, first=start, tail_count=last or 10, password=secret, verify=not no_verify
     )
-    with run.access.cluster() as cluster, run.job.working(f"Waiting for entries of ledger {ledger}"):
+    with run.job.working(f"Waiting for entries of ledger {ledger}"):
         columns = entry_columns(ledger, body or format is not None, format)
-        _print_entries(run, cluster, protocol, runs, columns, form=form, live=True)
+        _print_entries(run, run.cluster, protocol, runs, columns, form=form, live=True)

@@ -75,14 +75,13 @@ def write(
     create = partial(create_ledger, target=target, shape=shape, password=password, custom_metadata=custom_metadata)
     # A progress line would disturb a user who types.
     typed = "-" in names and sys.stdin.isatty()
-    with run.access.cluster() as cluster:
-        with run.job.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
-            work = partial(
-                write_ledger, create=create, names=names, splitter=splitter, progress=activity.advance,
-                note=run.out.note, report=run.out.error,
-            )  # fmt: skip
-            ledger = run.job.ask(run.access.bookkeeper(cluster, protocol), work)
-        run.out.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
+    with run.job.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
+        work = partial(
+            write_ledger, create=create, names=names, splitter=splitter, progress=activity.advance,
+            note=run.out.note, report=run.out.error,
+        )  # fmt: skip
+        ledger = run.job.ask(run.access.bookkeeper(run.cluster, protocol), work)
+    run.out.show(ledger_row(ledger, run.cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
 
 
 def _readable_size(name: str) -> int | None:

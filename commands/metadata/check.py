@@ -45,11 +45,10 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
 
     from ..bookies.members import find_placement
 
-    with run.access.cluster() as cluster:
-        placement = find_placement(run, cluster, cluster.bookies.list())
-        with run.job.working("Checking metadata", unit="ledgers", pace=pace) as activity:
-            found = check_metadata(cluster, scope, partial(misplacement, placement), progress=activity.step)
-            count = run.out.render(found, FINDING_COLUMNS, findings=True)
+    placement = find_placement(run, run.cluster.bookies.list())
+    with run.job.working("Checking metadata", unit="ledgers", pace=pace) as activity:
+        found = check_metadata(run.cluster, scope, partial(misplacement, placement), progress=activity.step)
+        count = run.out.render(found, FINDING_COLUMNS, findings=True)
     if not count:
         run.out.note("The metadata is sound")
     run.out.finish_with(count, "finding", "findings")
@@ -83,23 +82,22 @@ def list_orphans(
     """
     from bkctl.metadata.admin.check import orphans, remove_orphans
 
-    with run.access.cluster() as cluster:
-        with run.job.working("Looking for orphans"):
-            found = list(orphans(cluster))
-        run.out.render(found, ORPHAN_COLUMNS, findings=True)
-        if not found:
-            run.out.note("No orphans")
-        removable = [each for each in found if each.removable]
-        if not delete or dry_run or not removable:
-            run.out.finish_with(len(found), "orphan", "orphans")
-            return
-        node_count = sum(each.node_count for each in removable)
-        run.consent.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
-        with (
-            run.consent.recorded(cluster, undo) as recorded,
-            run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
-        ):
-            remove_orphans(recorded, removable)
+    with run.job.working("Looking for orphans"):
+        found = list(orphans(run.cluster))
+    run.out.render(found, ORPHAN_COLUMNS, findings=True)
+    if not found:
+        run.out.note("No orphans")
+    removable = [each for each in found if each.removable]
+    if not delete or dry_run or not removable:
+        run.out.finish_with(len(found), "orphan", "orphans")
+        return
+    node_count = sum(each.node_count for each in removable)
+    run.consent.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {run.cluster.uri}")
+    with (
+        run.consent.recorded(run.cluster, undo) as recorded,
+        run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
+    ):
+        remove_orphans(recorded, removable)
     run.out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
     run.out.finish_with(
         len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first"
@@ -122,10 +120,10 @@ def scopes(run: Run) -> None:
     """
     from bkctl.metadata.admin.overview import scope_counts
 
-    with run.access.cluster() as cluster, run.job.working("Counting ledgers"):
-        if cluster.ledgers.scopes_state() == "foreign":
+    with run.job.working("Counting ledgers"):
+        if run.cluster.ledgers.scopes_state() == "foreign":
             run.out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
-        run.out.render(scope_counts(cluster), SCOPE_COLUMNS)
+        run.out.render(scope_counts(run.cluster), SCOPE_COLUMNS)
 
 
 NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")
@@ -156,8 +154,7 @@ def idgen(
         ids = (LedgerId.random() if scope is None else LedgerId(scope, random_u64()) for _ in range(limit or 1))
         run.out.render(ids, NEW_ID_COLUMNS)
         return
-    with run.access.cluster() as cluster:
-        run.out.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)
+    run.out.render((run.cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)
 
 
 REPLACEMENT_COLUMNS = Columns(
@@ -193,29 +190,26 @@ def replace_bookie_id(
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError("--from and --to are the same bookie")
     kept = Counter[bool]()
-    with run.access.cluster() as cluster:
-        registered = cluster.bookies.get(old)
-        if registered is not None and registered.state != "down":
-            raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
-        if cluster.bookies.get(new) is None:
-            raise NotFound(f"No bookie {new} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
-        if not dry_run:
-            run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
-        with (
-            run.consent.recorded(cluster, undo) as recorded,
-            run.job.working(
-                "Replacing",
-                unit="ledgers",
-                pace=pace,
-                left="changed ledgers stay changed: run the command again to continue",
-            ) as activity,
-            run.out.rows(REPLACEMENT_COLUMNS) as writer,
-        ):
-            replaced = replace_bookie(
-                recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update
-            )
-            writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
-        if registered is None and not kept:
-            raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
+    registered = run.cluster.bookies.get(old)
+    if registered is not None and registered.state != "down":
+        raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
+    if run.cluster.bookies.get(new) is None:
+        raise NotFound(f"No bookie {new} in {run.cluster.store.name}", hint="'bkctl bookies list' shows them")
+    if not dry_run:
+        run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {run.cluster.uri}")
+    with (
+        run.consent.recorded(run.cluster, undo) as recorded,
+        run.job.working(
+            "Replacing",
+            unit="ledgers",
+            pace=pace,
+            left="changed ledgers stay changed: run the command again to continue",
+        ) as activity,
+        run.out.rows(REPLACEMENT_COLUMNS) as writer,
+    ):
+        replaced = replace_bookie(recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update)
+        writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
+    if registered is None and not kept:
+        raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
     run.out.note(f"{kept[False]:,} ledgers {'would be' if dry_run else 'were'} changed")
     run.out.finish_with(kept[True], "ledger was left unchanged", "ledgers were left unchanged")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.admin.overview import Node
     from bkctl.metadata.admin.undo import LacksEntries
-    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -49,12 +48,13 @@ def layout(run: Run) -> None:
 
     Without a LAYOUT node, shows the defaults of the metadata URI.
     """
-    with run.access.cluster() as cluster:
-        stored = cluster.store.get(cluster.places.layout) is not None
-        row = PlainRow(uri=cluster.uri, layout=cluster.layout(), instance_id=cluster.instance_id(), stored=stored)
-        run.out.show(row, LAYOUT_COLUMNS)
-        if not stored:
-            run.out.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
+    stored = run.cluster.store.get(run.cluster.places.layout) is not None
+    row = PlainRow(
+        uri=run.cluster.uri, layout=run.cluster.layout(), instance_id=run.cluster.instance_id(), stored=stored
+    )
+    run.out.show(row, LAYOUT_COLUMNS)
+    if not stored:
+        run.out.note(f"There is no {run.cluster.places.layout} node: the layout is the default of the metadata URI")
 
 
 NODE_COLUMNS = Columns(
@@ -80,15 +80,14 @@ def get(
 
     The value is base64; --format raw writes its bytes alone.
     """
-    with run.access.cluster() as cluster:
-        place = path.strip("/")
-        found = cluster.store.get(place)
-        if found is None:
-            raise NotFound(f"No node {place!r} in {cluster.store.name}", hint="'bkctl metadata tree' lists the nodes")
-        if not show_secrets and _holds_password(found.value):
-            raise UsageError(
-                f"{place} is ledger metadata with a password", hint="use 'bkctl ledger show', or add --show-secrets"
-            )
+    place = path.strip("/")
+    found = run.cluster.store.get(place)
+    if found is None:
+        raise NotFound(f"No node {place!r} in {run.cluster.store.name}", hint="'bkctl metadata tree' lists the nodes")
+    if not show_secrets and _holds_password(found.value):
+        raise UsageError(
+            f"{place} is ledger metadata with a password", hint="use 'bkctl ledger show', or add --show-secrets"
+        )
     if format is BinaryFormat.RAW:
         run.out.raw(found.value)
         return
@@ -167,12 +166,12 @@ def tree(
         raise UsageError("--totals counts all nodes", hint="drop --match and --contains")
     place = path.strip("/")
     draws = run.out.output in (Output.TABLE, Output.WIDE) and run.out.selection.order is None
-    with run.access.cluster() as cluster, run.job.working("Reading the tree", unit="nodes") as activity:
+    with run.job.working("Reading the tree", unit="nodes") as activity:
         if totals:
             columns = _drawn(TOTAL_COLUMNS) if draws else TOTAL_COLUMNS
-            run.out.render(subtree_totals(cluster.store, place, depth=depth, progress=activity.update), columns)
+            run.out.render(subtree_totals(run.cluster.store, place, depth=depth, progress=activity.update), columns)
             return
-        nodes = walk(cluster.store, place, depth=depth)
+        nodes = walk(run.cluster.store, place, depth=depth)
         if not filters:
             run.out.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
             return
@@ -275,21 +274,20 @@ def undo_command(
     if list_files:
         run.out.render(list_undo_files(run.consent.undo_directory), UNDO_FILE_COLUMNS)
         return
-    with run.access.cluster() as cluster:
-        path = _last_undo_file(run, cluster) if file is None else file
-        if not path.exists():
-            # A path wins; a name alone is looked up where commands keep the files.
-            path = run.consent.undo_directory / path
-        if not path.exists():
-            raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
-        if not dry_run:
-            run.consent.confirm(f"The changes in {path} would be undone in {cluster.uri}")
-        outcomes = Counter[str]()
-        kept = nullcontext() if dry_run else run.consent.undo(cluster, undo_file)
-        with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
-            asks = _asking_bookies(run, cluster)
-            undone = undo(cluster, path, dry_run=dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
-            writer.rows(tap(undone, lambda row: outcomes.update((row.outcome,))))
+    path = _last_undo_file(run) if file is None else file
+    if not path.exists():
+        # A path wins; a name alone is looked up where commands keep the files.
+        path = run.consent.undo_directory / path
+    if not path.exists():
+        raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
+    if not dry_run:
+        run.consent.confirm(f"The changes in {path} would be undone in {run.cluster.uri}")
+    outcomes = Counter[str]()
+    kept = nullcontext() if dry_run else run.consent.undo(run.cluster, undo_file)
+    with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
+        asks = _asking_bookies(run)
+        undone = undo(run.cluster, path, dry_run=dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
+        writer.rows(tap(undone, lambda row: outcomes.update((row.outcome,))))
     if outcomes["moved"]:
         run.out.error(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "
@@ -301,7 +299,7 @@ def undo_command(
     )  # fmt: skip
 
 
-def _asking_bookies(run: Run, cluster: Cluster) -> LacksEntries:
+def _asking_bookies(run: Run) -> LacksEntries:
     """Return a function that asks registered bookies for the entries of a ledger whose ensembles are to be restored."""
 
     def lacks_entries(ledger: LedgerId, before: LedgerMetadata, after: LedgerMetadata) -> bool:
@@ -309,10 +307,10 @@ def _asking_bookies(run: Run, cluster: Cluster) -> LacksEntries:
         from bkctl.replication.checker import LedgerChecker
 
         named, names = ({each for part in value.ensembles for each in part.bookies} for value in (before, after))
-        up = {bookie.bookie_id for bookie in cluster.bookies.list() if bookie.state != "down"} & (named - names)
+        up = {bookie.bookie_id for bookie in run.cluster.bookies.list() if bookie.state != "down"} & (named - names)
 
         async def check() -> bool:
-            async with run.access.bookkeeper(cluster) as bookkeeper:
+            async with run.access.bookkeeper(run.cluster) as bookkeeper:
                 found = VersionedMetadata(before, 0, None)
                 fragments = (await LedgerChecker(bookkeeper).check(ledger, found, up=up)).fragments
             faults = [fault for fragment in fragments for fault in fragment.faults]
@@ -323,14 +321,14 @@ def _asking_bookies(run: Run, cluster: Cluster) -> LacksEntries:
     return lacks_entries
 
 
-def _last_undo_file(run: Run, cluster: Cluster) -> Path:
+def _last_undo_file(run: Run) -> Path:
     """Return the newest undo file of `cluster` that has changes. Raises NotFound."""
     from bkctl.metadata.admin.undo import list_undo_files
 
     files = reversed(list_undo_files(run.consent.undo_directory))
-    last = next((each for each in files if each.change_count and each.is_of(cluster)), None)
+    last = next((each for each in files if each.change_count and each.is_of(run.cluster)), None)
     if last is None:
-        raise NotFound(f"No undo file of {cluster.uri} in {run.consent.undo_directory}", hint="name one as FILE")
+        raise NotFound(f"No undo file of {run.cluster.uri} in {run.consent.undo_directory}", hint="name one as FILE")
     command = shlex.join(last.command)
     run.out.note(f"{counted(last.change_count, 'change', 'changes')} of {last.time}: {command}")
     return last.path

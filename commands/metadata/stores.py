@@ -64,8 +64,8 @@ def export(
 
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
-    with run.access.cluster() as cluster, run.job.working("Exporting", unit="records", pace=pace) as activity:
-        source = ClusterSource(cluster, ledgers or None)
+    with run.job.working("Exporting", unit="records", pace=pace) as activity:
+        source = ClusterSource(run.cluster, ledgers or None)
         if file == "-":
             if run.out.given_output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
