@@ -84,9 +84,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                     yield fields
 
 
-@command(
-    app, "list", prints=rows_of(AUDIT_COLUMNS), examples=("bkctl audit list", "bkctl audit list --since 1d --failed")
-)
+@command(app, "list", prints=rows_of(AUDIT_COLUMNS))
 def list_runs(
     out: Printer,
     limit: Annotated[int | None, count_option("--limit", "List only the last N runs (default 50).")],
@@ -96,6 +94,9 @@ def list_runs(
     """List the commands that changed something, oldest first.
 
     Reads the audit log of this user on this machine, or the file that BKCTL_AUDIT_LOG names.
+
+    $ bkctl audit list
+    $ bkctl audit list --since 1d --failed
     """
     earliest = None if since is None else time.time() - since
     found = [each for each in _runs() if (not failed or each["result"] != "done") and _is_after(each, earliest)]
@@ -114,11 +115,14 @@ def _is_after(run: AuditedRun, earliest: float | None) -> bool:
     return False
 
 
-@command(app, "show", examples=("bkctl audit show last",), prints=object_of(AUDIT_COLUMNS))
+@command(app, "show", prints=object_of(AUDIT_COLUMNS))
 def show(
     out: Printer, name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")]
 ) -> None:
-    """Show one run: who, when, what, its result and its undo file."""
+    """Show one run: who, when, what, its result and its undo file.
+
+    $ bkctl audit show last
+    """
     runs = _runs()
     found = runs[-1:] if name == "last" else [each for each in runs if name and each["id"].startswith(name)]
     if not found:

@@ -61,22 +61,27 @@ def _row(contexts: Contexts, name: str) -> ContextRow:
     return ContextRow(name, replace(found.settings, metadata_uri=found.uri), name == contexts.current)
 
 
-@command(app, "list", examples=("bkctl context list",), prints=rows_of(LIST_COLUMNS))
+@command(app, "list", prints=rows_of(LIST_COLUMNS))
 def list_contexts(out: Printer) -> None:
     """List the contexts of the configuration file.
 
     A local cluster that is up is the context `local`, unless the file has one of this name.
+
+    $ bkctl context list
     """
     contexts = Contexts.read(os.environ)
     out.render([_row(contexts, name) for name in context_names(contexts)], LIST_COLUMNS)
 
 
-@command(app, "show", examples=("bkctl context show prod",), prints=object_of(CONTEXT_COLUMNS))
+@command(app, "show", prints=object_of(CONTEXT_COLUMNS))
 def show(
     out: Printer,
     name: Annotated[str | None, typer.Argument(metavar="CONTEXT", help="The context (default: current).")] = None,
 ) -> None:
-    """Show one context with all its settings."""
+    """Show one context with all its settings.
+
+    $ bkctl context show prod
+    """
     contexts = Contexts.read(os.environ)
     wanted = name or contexts.current
     if wanted is None:
@@ -84,15 +89,7 @@ def show(
     out.show(_row(contexts, wanted), CONTEXT_COLUMNS)
 
 
-@command(
-    app,
-    "add",
-    connects=True,
-    changes=True,
-    opens=False,
-    prints=object_of(CONTEXT_COLUMNS),
-    examples=("bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use",),
-)
+@command(app, "add", connects=True, changes=True, opens=False, prints=object_of(CONTEXT_COLUMNS))
 def add(
     out: Printer,
     access: Access,
@@ -106,6 +103,8 @@ def add(
 
     Saves --metadata-uri (or the one in --conf), --bookie-address, and the --tls and --metadata- options; files by their
     absolute path. Does not connect. Passwords stay in their own files, see --metadata-password-file.
+
+    $ bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use
     """
     options = access.given_options()
     from bkctl.metadata.uri import parse_uri
@@ -127,41 +126,39 @@ def add(
     out.show(_row(contexts, name), CONTEXT_COLUMNS)
 
 
-@command(app, "use", changes=True, examples=("bkctl context use prod",), prints=object_of(CONTEXT_COLUMNS))
+@command(app, "use", changes=True, prints=object_of(CONTEXT_COLUMNS))
 def use(out: Printer, name: ContextName) -> None:
     """Make a context the current one.
 
     Commands use it if neither an option nor the environment names a cluster. `local` is the local cluster that is up.
+
+    $ bkctl context use prod
     """
     row = _row(Contexts.read(os.environ), name)
     Contexts.read(os.environ).use(name)
     out.show(row._replace(is_current=True), CONTEXT_COLUMNS)
 
 
-@command(
-    app, "rename", changes=True, examples=("bkctl context rename prod prod-eu",), prints=object_of(CONTEXT_COLUMNS)
-)
+@command(app, "rename", changes=True, prints=object_of(CONTEXT_COLUMNS))
 def rename(
     out: Printer, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
 ) -> None:
     """Give a context another name.
 
     The current context stays the current one. An existing name is refused.
+
+    $ bkctl context rename prod prod-eu
     """
     contexts = Contexts.read(os.environ).rename(name, new)
     out.show(_row(contexts, new), CONTEXT_COLUMNS)
 
 
-@command(
-    app,
-    "delete",
-    asks=True,
-    changes=True,
-    examples=("bkctl context delete prod --yes",),
-    prints=object_of(CONTEXT_COLUMNS),
-)
+@command(app, "delete", asks=True, changes=True, prints=object_of(CONTEXT_COLUMNS))
 def delete(out: Printer, consent: Consent, name: ContextName) -> None:
-    """Delete a context from the configuration file."""
+    """Delete a context from the configuration file.
+
+    $ bkctl context delete prod --yes
+    """
     contexts = Contexts.read(os.environ)
     contexts.get(name)  # The file must have it.
     row = _row(contexts, name)

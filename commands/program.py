@@ -70,12 +70,14 @@ VERSION_COLUMNS = Columns(
 )
 
 
-@command(app, "version", examples=("bkctl version",), prints=object_of(VERSION_COLUMNS))
+@command(app, "version", prints=object_of(VERSION_COLUMNS))
 def show_version(out: Printer) -> None:
     """Print the version, and which inner loops are compiled.
 
     Without a C compiler and Python's headers at its installation, bkctl does the same in Python: slower, with the same
     results.
+
+    $ bkctl version
     """
     from bkctl.files import scan
     from bkctl.protocol import runs
@@ -89,7 +91,7 @@ def show_version(out: Printer) -> None:
         out.show(used, VERSION_COLUMNS)
 
 
-@command(app, "completion", examples=("source <(bkctl completion bash)", "bkctl completion fish | source"))
+@command(app, "completion")
 def print_completion(
     out: Printer, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
 ) -> None:
@@ -97,6 +99,9 @@ def print_completion(
 
     Load it in the shell's start-up file: `source <(bkctl completion bash)` in ~/.bashrc, `source <(bkctl completion
     zsh)` in ~/.zshrc, `bkctl completion fish | source` in ~/.config/fish/config.fish.
+
+    $ source <(bkctl completion bash)
+    $ bkctl completion fish | source
     """
     from .kit.completion import SCRIPTS
 

@@ -100,7 +100,6 @@ def command(
     unless: str | None = None,
     hidden: bool = False,
     prints: tuple[Document, ...] = (),
-    examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Register a function as the command `name` of `app`.
 
@@ -109,8 +108,8 @@ def command(
     saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command
     unless its parameter `dry_run` is set; a string, or several, name the parameters that make the command change
     something, and `unless` one that makes it read only; None: the command starts the audit itself. `prints` are the
-    forms of what it prints, for --columns, --sort and the schema. `examples` are whole command lines for its help,
-    with the lines behind `$ ` that the docstring ends with.
+    forms of what it prints, for --columns, --sort and the schema. The examples of its help are whole command lines,
+    each behind `$ ` at the end of the docstring.
     """
 
     def register(function: F) -> F:
@@ -163,14 +162,14 @@ def command(
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]
-        text, *shown = inspect.cleandoc(function.__doc__ or "").replace("\n\n$ ", "\n$ ").split("\n$ ")
+        text, *examples = inspect.cleandoc(function.__doc__ or "").replace("\n\n$ ", "\n$ ").split("\n$ ")
         if asks and "--yes-really" not in text:
             text += (" " if "\n\n" in text else "\n\n") + ASKS
         invoke.__doc__ = text
         invoke.__name__ = function.__name__
         invoke.__annotations__ = {}
         invoke.declaration = declaration  # type: ignore[attr-defined]
-        app.command(name, cls=Command, hidden=hidden, epilog="\n".join((*examples, *shown)))(invoke)
+        app.command(name, cls=Command, hidden=hidden, epilog="\n".join(examples))(invoke)
         return function
 
     return register
