@@ -58,9 +58,7 @@ GATEWAY_COLUMNS = Columns(
 
 @command(app, "serve", connects=True, prints=object_of(GATEWAY_COLUMNS))
 def serve(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port to listen on; 0: any.")] = "8080",
     token_file: Annotated[
@@ -110,7 +108,7 @@ def serve(
     settings = HttpSettings(host, number, token, server_tls, read_only_token, not closed_probes, source).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
-    _serve(access, job, settings, bookie_token_file, partial(_show, out, settings))
+    _serve(run.access, run.job, settings, bookie_token_file, partial(_show, run.out, settings))
 
 
 def _port(text: str) -> int:
@@ -339,9 +337,7 @@ CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "m
 
 @command(console_app, "console", connects=True, prints=object_of(CONSOLE_COLUMNS))
 def console(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port on loopback; 0: any.")] = "0",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the link in a browser.")] = True,
     bookie_token_file: BookieTokenFile = None,
@@ -363,7 +359,7 @@ def console(
     from bkctl.http.server_settings import HttpSettings
 
     settings, key = HttpSettings("127.0.0.1", _port(port)), secrets.token_urlsafe(24)
-    _serve(access, job, settings, bookie_token_file, partial(_announce, out, key, browser), link_key=key)
+    _serve(run.access, run.job, settings, bookie_token_file, partial(_announce, run.out, key, browser), link_key=key)
 
 
 def _announce(out: Printer, key: str, browser: bool, url: str, metadata_uri: str, made: Path | None) -> None:

@@ -14,7 +14,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
 from .kit.columns import field_column
-from .kit.command import Printer, Run, command, group, object_of, rows_of
+from .kit.command import Run, command, group, object_of, rows_of
 from .kit.options import WatchOption, parse_pace
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
 from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
@@ -107,7 +107,7 @@ def _one(work_id: str) -> Work:
 
 @command(app, "show", prints=rows_of(WORK_COLUMNS) + object_of(WORK_COLUMNS))
 def show(
-    out: Printer,
+    run: Run,
     watch: WatchOption,
     work_id: Annotated[
         str | None, typer.Argument(metavar="ID", help="Show one: its id, or the first digits.", show_default=False)
@@ -122,9 +122,9 @@ def show(
     $ bkctl progress show 3f2a9c
     """
     if work_id is not None:
-        out.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
+        run.out.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
         return
-    out.watch(watch, _all, out.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
+    run.out.watch(watch, _all, run.out.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
 
 
 def _steerable(work_id: str) -> Work:
