@@ -56,11 +56,9 @@ GATEWAY_COLUMNS = Columns(
 )
 
 
-@command(app, "serve", connects=True, examples=("bkctl api serve --port 8080",), prints=object_of(GATEWAY_COLUMNS))
+@command(app, "serve", connects=True, prints=object_of(GATEWAY_COLUMNS))
 def serve(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port to listen on; 0: any.")] = "8080",
     token_file: Annotated[
@@ -87,6 +85,8 @@ def serve(
     --bookie-token-file only to loopback, or over https with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to
     connections to bookies. TLS files that change are loaded again within five minutes. /openapi.json describes the API;
     a browser finds the console, which only reads, under /.
+
+    $ bkctl api serve --port 8080
     """
     from bkctl.http import load_server
 
@@ -108,7 +108,7 @@ def serve(
     settings = HttpSettings(host, number, token, server_tls, read_only_token, not closed_probes, source).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
-    _serve(access, job, settings, bookie_token_file, partial(_show, out, settings))
+    _serve(run.access, run.job, settings, bookie_token_file, partial(_show, run.out, settings))
 
 
 def _port(text: str) -> int:
@@ -209,23 +209,19 @@ REQUEST_COLUMNS = Columns(
 MaxSize = Annotated[int, size_option("--max-size", "Refuse a larger response (exit code 7).", default="64MiB")]
 
 
-@command(app, "get", connects=True, examples=("bkctl api get bookie/state --bookie-url http://127.0.0.1:8080",))
+@command(app, "get", connects=True)
 def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize) -> None:
     """Send GET to an HTTP server, and print the response.
 
     The server is that of a bookie, or a gateway to bookies. A response with a status other than 2xx is an error, with
     the server's message.
+
+    $ bkctl api get bookie/state --bookie-url http://127.0.0.1:8080
     """
     _call(run, which, "GET", path, None, size_max)
 
 
-@command(
-    app,
-    "put",
-    connects=True,
-    changes=None,
-    examples=("bkctl api put /api/v1/bookie/gc --bookie-url http://127.0.0.1:8080",),
-)
+@command(app, "put", connects=True, changes=None)
 def put(
     run: Run,
     path: PathArgument,
@@ -240,23 +236,20 @@ def put(
 
     May change the bookie or the cluster. The server's OpenAPI document, and Apache BookKeeper's documentation of its
     HTTP API, describe what each path accepts.
+
+    $ bkctl api put /api/v1/bookie/gc --bookie-url http://127.0.0.1:8080
     """
     data = None if body is None else _body(body)
     _call(run, which, "PUT", path, data, size_max, changes=True, dry_run=dry_run)
 
 
-@command(
-    app,
-    "delete",
-    connects=True,
-    changes=None,
-    asks=True,
-    examples=("bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181 --yes",),
-)
+@command(app, "delete", connects=True, changes=None, asks=True)
 def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize, dry_run: DryRun = False) -> None:
     """Send DELETE to an HTTP server, and print the response.
 
     For example /api/v1/ledger/delete?ledger_id=5.
+
+    $ bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181 --yes
     """
     _call(run, which, "DELETE", path, None, size_max, changes=True, dry_run=dry_run)
 
@@ -342,17 +335,9 @@ class OpenConsole(NamedTuple):
 CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "metadataUri", "metadata_uri"), key="url")
 
 
-@command(
-    console_app,
-    "console",
-    connects=True,
-    examples=("bkctl console", "bkctl console --port 8090"),
-    prints=object_of(CONSOLE_COLUMNS),
-)
+@command(console_app, "console", connects=True, prints=object_of(CONSOLE_COLUMNS))
 def console(
-    out: Printer,
-    access: Access,
-    job: LongWork,
+    run: Run,
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port on loopback; 0: any.")] = "0",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the link in a browser.")] = True,
     bookie_token_file: BookieTokenFile = None,
@@ -362,6 +347,9 @@ def console(
     The pages are health, bookies, ledgers, replication, garbage and racks. Serves them on loopback until Ctrl-C, and
     prints a link that works once; the session then lasts 12 hours. The pages change nothing. 'bkctl api serve' serves
     them to others, who sign in with its token.
+
+    $ bkctl console
+    $ bkctl console --port 8090
     """
     import secrets
 
@@ -371,7 +359,7 @@ def console(
     from bkctl.http.server_settings import HttpSettings
 
     settings, key = HttpSettings("127.0.0.1", _port(port)), secrets.token_urlsafe(24)
-    _serve(access, job, settings, bookie_token_file, partial(_announce, out, key, browser), link_key=key)
+    _serve(run.access, run.job, settings, bookie_token_file, partial(_announce, run.out, key, browser), link_key=key)
 
 
 def _announce(out: Printer, key: str, browser: bool, url: str, metadata_uri: str, made: Path | None) -> None:

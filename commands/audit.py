@@ -20,7 +20,7 @@ from bkctl.errors import NotFound, UsageError
 
 from .kit.audit import audit_file, run_result
 from .kit.columns import field_column
-from .kit.command import Printer, command, group, object_of, rows_of
+from .kit.command import Run, command, group, object_of, rows_of
 from .kit.options import count_option, duration_option
 from .kit.texts import GREEN, RED, YELLOW, duration_text
 
@@ -84,11 +84,9 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                     yield fields
 
 
-@command(
-    app, "list", prints=rows_of(AUDIT_COLUMNS), examples=("bkctl audit list", "bkctl audit list --since 1d --failed")
-)
+@command(app, "list", prints=rows_of(AUDIT_COLUMNS))
 def list_runs(
-    out: Printer,
+    run: Run,
     limit: Annotated[int | None, count_option("--limit", "List only the last N runs (default 50).")],
     since: Annotated[float | None, duration_option("--since", "List only runs of this last time: 1h, 7d.")],
     failed: Annotated[bool, typer.Option("--failed", help="List only runs that did not end with exit code 0.")] = False,
@@ -96,15 +94,18 @@ def list_runs(
     """List the commands that changed something, oldest first.
 
     Reads the audit log of this user on this machine, or the file that BKCTL_AUDIT_LOG names.
+
+    $ bkctl audit list
+    $ bkctl audit list --since 1d --failed
     """
     earliest = None if since is None else time.time() - since
     found = [each for each in _runs() if (not failed or each["result"] != "done") and _is_after(each, earliest)]
     wanted = limit or 50
-    out.render(found[-wanted:], out.table_columns(AUDIT_TABLE_COLUMNS, AUDIT_COLUMNS))
+    run.out.render(found[-wanted:], run.out.table_columns(AUDIT_TABLE_COLUMNS, AUDIT_COLUMNS))
     if not found:
-        out.note("No command has changed anything yet" if since is None and not failed else "No such runs")
+        run.out.note("No command has changed anything yet" if since is None and not failed else "No such runs")
     elif len(found) > wanted:
-        out.note(f"{wanted:,} of {len(found):,} runs; --limit lists more")
+        run.out.note(f"{wanted:,} of {len(found):,} runs; --limit lists more")
 
 
 def _is_after(run: AuditedRun, earliest: float | None) -> bool:
@@ -114,15 +115,18 @@ def _is_after(run: AuditedRun, earliest: float | None) -> bool:
     return False
 
 
-@command(app, "show", examples=("bkctl audit show last",), prints=object_of(AUDIT_COLUMNS))
+@command(app, "show", prints=object_of(AUDIT_COLUMNS))
 def show(
-    out: Printer, name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")]
+    run: Run, name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")]
 ) -> None:
-    """Show one run: who, when, what, its result and its undo file."""
+    """Show one run: who, when, what, its result and its undo file.
+
+    $ bkctl audit show last
+    """
     runs = _runs()
     found = runs[-1:] if name == "last" else [each for each in runs if name and each["id"].startswith(name)]
     if not found:
         raise NotFound(f"No run {name} in the audit log", hint="'bkctl audit list' shows them")
     if len(found) > 1:
         raise UsageError(f"{len(found)} runs begin with {name}", hint="give more of the id")
-    out.show(found[0], AUDIT_COLUMNS)
+    run.out.show(found[0], AUDIT_COLUMNS)

@@ -112,12 +112,14 @@ STATUS_COLUMNS = Columns(
 )
 
 
-@command(app, "status", connects=True, examples=("bkctl autorecovery status",), prints=object_of(STATUS_COLUMNS))
+@command(app, "status", connects=True, prints=object_of(STATUS_COLUMNS))
 def status(run: Run, watch: WatchOption) -> None:
     """Show the state of auto-recovery.
 
     Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks. Without a
     mark UNDERREPLICATED is `no` only while an auditor looks; else NOT AUDITED says since when none does.
+
+    $ bkctl autorecovery status
     """
     from bkctl.metadata.admin.auto_recovery import recovery_status
 
@@ -238,11 +240,13 @@ LOCK_COLUMNS = Columns(
 )
 
 
-@command(app, "workers", connects=True, examples=("bkctl autorecovery workers",), prints=rows_of(LOCK_COLUMNS))
+@command(app, "workers", connects=True, prints=rows_of(LOCK_COLUMNS))
 def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
     """List the ledgers that are being replicated, by worker.
 
     Apache's workers give their host name.
+
+    $ bkctl autorecovery workers
     """
     from bkctl.metadata.admin.auto_recovery import list_work
 
@@ -322,11 +326,13 @@ VOTE_COLUMNS = Columns(
 )
 
 
-@command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",), prints=rows_of(VOTE_COLUMNS))
+@command(app, "auditor", connects=True, prints=rows_of(VOTE_COLUMNS))
 def auditor(run: Run, all_votes: Annotated[bool, flag("--all", "Show candidates for auditor, too.")] = False) -> None:
     """Show which bookie is the auditor.
 
     Also shows the auditor of the scopes, if there is one. Exit code 4 if there is none.
+
+    $ bkctl autorecovery auditor
     """
     from bkctl.metadata.admin.auto_recovery import list_votes
 

@@ -153,53 +153,41 @@ Reads = Annotated[
 ]
 
 
-@command(
-    app,
-    "adds",
-    connects=True,
-    changes=True,
-    prints=rows_of(BENCH_COLUMNS),
-    examples=("bkctl bench adds", "bkctl bench adds --duration 5s --rate 500 --batch 1"),
-)
+@command(app, "adds", connects=True, changes=True, prints=rows_of(BENCH_COLUMNS))
 def adds(run: Run, bench: Adds) -> None:
     """Measure adds to temporary ledgers.
 
     Adds random entries, batch by batch, and deletes the ledgers. Prints the rate, percentiles of the time until a batch
     is acknowledged, and on a terminal a histogram. With --rate, the time counts from when a batch is due.
+
+    $ bkctl bench adds
+    $ bkctl bench adds --duration 5s --rate 500 --batch 1
     """
     _measure(run, bench, "adds")
 
 
-@command(
-    app,
-    "reads",
-    connects=True,
-    changes=True,
-    prints=rows_of(BENCH_COLUMNS),
-    examples=("bkctl bench reads", "bkctl bench reads --random --batch 1 --ledgers 4"),
-)
+@command(app, "reads", connects=True, changes=True, prints=rows_of(BENCH_COLUMNS))
 def reads(run: Run, bench: Reads) -> None:
     """Measure reads from temporary ledgers.
 
     Writes --entries entries first, which is not measured, reads them batch by batch, and deletes the ledgers. With
     --duration, starts again after the last entry. Prints what 'bench adds' prints.
+
+    $ bkctl bench reads
+    $ bkctl bench reads --random --batch 1 --ledgers 4
     """
     _measure(run, bench, "reads")
 
 
-@command(
-    app,
-    "mixed",
-    connects=True,
-    changes=True,
-    prints=rows_of(BENCH_COLUMNS),
-    examples=("bkctl bench mixed", "bkctl bench mixed --duration 5s --ledgers 2 -o json"),
-)
+@command(app, "mixed", connects=True, changes=True, prints=rows_of(BENCH_COLUMNS))
 def mixed(run: Run, bench: Reads) -> None:
     """Measure adds and reads at the same time.
 
     Reads ledgers written before, as 'bench reads' does, while other ledgers are written as 'bench adds' does: --entries
     and --rate count for each of the two. Deletes the ledgers, and prints a row for adds and one for reads.
+
+    $ bkctl bench mixed
+    $ bkctl bench mixed --duration 5s --ledgers 2 -o json
     """
     _measure(run, bench, "adds", "reads")
 

@@ -38,8 +38,8 @@ app.add_typer(health_app, name="health")
 healthcheck_app = group("Allow or forbid clients to quarantine failing bookies.")
 app.add_typer(healthcheck_app, name="healthcheck")
 #: The names that 'local up' and 'local down' had before.
-command(app, "up", changes=True, hidden=True, examples=("bkctl local up",))(up)
-command(app, "down", changes=True, hidden=True, examples=("bkctl local down",))(down)
+command(app, "up", changes=True, hidden=True)(up)
+command(app, "down", changes=True, hidden=True)(down)
 
 INFO_COLUMNS = Columns(
     Column("METADATA URI", "metadataUri", "metadata_uri"),
@@ -60,9 +60,12 @@ INFO_COLUMNS = Columns(
 )
 
 
-@command(app, "info", connects=True, examples=("bkctl cluster info",), prints=object_of(INFO_COLUMNS))
+@command(app, "info", connects=True, prints=object_of(INFO_COLUMNS))
 def info(run: Run) -> None:
-    """Show the cluster: layout, bookies, auditor, replication."""
+    """Show the cluster: layout, bookies, auditor, replication.
+
+    $ bkctl cluster info
+    """
     from bkctl.metadata.admin.overview import cluster_info
 
     run.out.show(cluster_info(run.cluster), INFO_COLUMNS)
@@ -122,7 +125,7 @@ STATUS_COLUMNS = Columns(
 )
 
 
-@command(app, "status", connects=True, examples=("bkctl cluster status",), prints=rows_of(STATUS_COLUMNS))
+@command(app, "status", connects=True, prints=rows_of(STATUS_COLUMNS))
 def status(
     run: Run,
     threshold: Annotated[float, THRESHOLD],
@@ -140,6 +143,8 @@ def status(
     on an open connection. Apache's bookies do not publish their version. Where ledgers are counted, bookies that only
     ledgers name are rows too: unknown. Exit code 3 if a bookie is unknown or down, does not answer or is too full, or
     if no bookie is writable. 'cluster health' says what to do.
+
+    $ bkctl cluster status
     """
     from bkctl.client.disk_space import BookieSpace, member_space
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
@@ -378,11 +383,13 @@ DETAIL_COLUMNS = Columns(
 )
 
 
-@command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",), prints=rows_of(DETAIL_COLUMNS))
+@command(health_app, "detail", connects=True, prints=rows_of(DETAIL_COLUMNS))
 def health_detail(run: Run, look: HealthLook) -> None:
     """Show each finding with its next command, muted ones too.
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
+
+    $ bkctl cluster health detail
     """
     from bkctl.metadata.admin.health import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
@@ -449,9 +456,12 @@ def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
         run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
 
-@command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",), prints=rows_of(MUTE_COLUMNS))
+@command(health_app, "mutes", connects=True, prints=rows_of(MUTE_COLUMNS))
 def list_mutes(run: Run) -> None:
-    """List the muted codes, with time and user."""
+    """List the muted codes, with time and user.
+
+    $ bkctl cluster health mutes
+    """
     from bkctl.metadata.admin.health import HealthMutes
 
     run.out.render(HealthMutes(run.cluster).active(), MUTE_COLUMNS)
@@ -514,9 +524,12 @@ ID_COLUMNS = Columns(
 )
 
 
-@command(app, "id", connects=True, examples=("bkctl cluster id",), prints=object_of(ID_COLUMNS))
+@command(app, "id", connects=True, prints=object_of(ID_COLUMNS))
 def show_id(run: Run) -> None:
-    """Show the cluster's instance id."""
+    """Show the cluster's instance id.
+
+    $ bkctl cluster id
+    """
     identity = _identity(run.cluster)  # raises NotFound without a cluster
     if not identity.instance_id:
         raise NotFound(

@@ -13,7 +13,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
 from .kit.access import context_connection, context_names
-from .kit.command import Access, Consent, Printer, command, group, object_of, rows_of
+from .kit.command import Run, command, group, object_of, rows_of
 from .kit.contexts import Contexts
 from .kit.options import OldName
 from .kit.settings import CONTEXT_SETTINGS, GlobalOptions, Setting
@@ -61,41 +61,37 @@ def _row(contexts: Contexts, name: str) -> ContextRow:
     return ContextRow(name, replace(found.settings, metadata_uri=found.uri), name == contexts.current)
 
 
-@command(app, "list", examples=("bkctl context list",), prints=rows_of(LIST_COLUMNS))
-def list_contexts(out: Printer) -> None:
+@command(app, "list", prints=rows_of(LIST_COLUMNS))
+def list_contexts(run: Run) -> None:
     """List the contexts of the configuration file.
 
     A local cluster that is up is the context `local`, unless the file has one of this name.
+
+    $ bkctl context list
     """
     contexts = Contexts.read(os.environ)
-    out.render([_row(contexts, name) for name in context_names(contexts)], LIST_COLUMNS)
+    run.out.render([_row(contexts, name) for name in context_names(contexts)], LIST_COLUMNS)
 
 
-@command(app, "show", examples=("bkctl context show prod",), prints=object_of(CONTEXT_COLUMNS))
+@command(app, "show", prints=object_of(CONTEXT_COLUMNS))
 def show(
-    out: Printer,
+    run: Run,
     name: Annotated[str | None, typer.Argument(metavar="CONTEXT", help="The context (default: current).")] = None,
 ) -> None:
-    """Show one context with all its settings."""
+    """Show one context with all its settings.
+
+    $ bkctl context show prod
+    """
     contexts = Contexts.read(os.environ)
     wanted = name or contexts.current
     if wanted is None:
         raise UsageError("No context is the current one", hint="name one, or choose one with 'bkctl context use'")
-    out.show(_row(contexts, wanted), CONTEXT_COLUMNS)
+    run.out.show(_row(contexts, wanted), CONTEXT_COLUMNS)
 
 
-@command(
-    app,
-    "add",
-    connects=True,
-    changes=True,
-    opens=False,
-    prints=object_of(CONTEXT_COLUMNS),
-    examples=("bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use",),
-)
+@command(app, "add", connects=True, changes=True, opens=False, prints=object_of(CONTEXT_COLUMNS))
 def add(
-    out: Printer,
-    access: Access,
+    run: Run,
     name: ContextName,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", OldName("--replace"), help="Replace the context of this name.")
@@ -106,11 +102,13 @@ def add(
 
     Saves --metadata-uri (or the one in --conf), --bookie-address, and the --tls and --metadata- options; files by their
     absolute path. Does not connect. Passwords stay in their own files, see --metadata-password-file.
+
+    $ bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use
     """
-    options = access.given_options()
+    options = run.access.given_options()
     from bkctl.metadata.uri import parse_uri
 
-    location = parse_uri(access.given_connection().uri)
+    location = parse_uri(run.access.given_connection().uri)
     if location.security is not None:
         raise UsageError(
             "A context keeps no login or TLS in its URI",
@@ -124,47 +122,45 @@ def add(
     contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)
     if use:
         contexts = contexts.use(name)
-    out.show(_row(contexts, name), CONTEXT_COLUMNS)
+    run.out.show(_row(contexts, name), CONTEXT_COLUMNS)
 
 
-@command(app, "use", changes=True, examples=("bkctl context use prod",), prints=object_of(CONTEXT_COLUMNS))
-def use(out: Printer, name: ContextName) -> None:
+@command(app, "use", changes=True, prints=object_of(CONTEXT_COLUMNS))
+def use(run: Run, name: ContextName) -> None:
     """Make a context the current one.
 
     Commands use it if neither an option nor the environment names a cluster. `local` is the local cluster that is up.
+
+    $ bkctl context use prod
     """
     row = _row(Contexts.read(os.environ), name)
     Contexts.read(os.environ).use(name)
-    out.show(row._replace(is_current=True), CONTEXT_COLUMNS)
+    run.out.show(row._replace(is_current=True), CONTEXT_COLUMNS)
 
 
-@command(
-    app, "rename", changes=True, examples=("bkctl context rename prod prod-eu",), prints=object_of(CONTEXT_COLUMNS)
-)
+@command(app, "rename", changes=True, prints=object_of(CONTEXT_COLUMNS))
 def rename(
-    out: Printer, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
+    run: Run, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
 ) -> None:
     """Give a context another name.
 
     The current context stays the current one. An existing name is refused.
+
+    $ bkctl context rename prod prod-eu
     """
     contexts = Contexts.read(os.environ).rename(name, new)
-    out.show(_row(contexts, new), CONTEXT_COLUMNS)
+    run.out.show(_row(contexts, new), CONTEXT_COLUMNS)
 
 
-@command(
-    app,
-    "delete",
-    asks=True,
-    changes=True,
-    examples=("bkctl context delete prod --yes",),
-    prints=object_of(CONTEXT_COLUMNS),
-)
-def delete(out: Printer, consent: Consent, name: ContextName) -> None:
-    """Delete a context from the configuration file."""
+@command(app, "delete", asks=True, changes=True, prints=object_of(CONTEXT_COLUMNS))
+def delete(run: Run, name: ContextName) -> None:
+    """Delete a context from the configuration file.
+
+    $ bkctl context delete prod --yes
+    """
     contexts = Contexts.read(os.environ)
     contexts.get(name)  # The file must have it.
     row = _row(contexts, name)
-    consent.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
+    run.consent.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
     contexts.delete(name)
-    out.show(row._replace(is_current=False), CONTEXT_COLUMNS)
+    run.out.show(row._replace(is_current=False), CONTEXT_COLUMNS)

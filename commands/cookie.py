@@ -79,11 +79,13 @@ LIST_COLUMNS = Columns(
 )
 
 
-@command(app, "list", connects=True, examples=("bkctl cookie list",), prints=rows_of(LIST_COLUMNS))
+@command(app, "list", connects=True, prints=rows_of(LIST_COLUMNS))
 def list_cookies(run: Run) -> None:
     """List the cookies in the metadata store.
 
     A cookie that cannot be read is a row with the problem (exit code 3).
+
+    $ bkctl cookie list
     """
     found = (_stored_row(run.cluster, bookie_id) for bookie_id in run.cluster.cookies.list())
     rows = [row for row in found if row is not None]

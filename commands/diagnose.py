@@ -31,7 +31,7 @@ BUNDLE_COLUMNS = Columns(
 )
 
 
-@command(app, "bundle", connects=True, prints=object_of(BUNDLE_COLUMNS), examples=("bkctl diagnose bundle b.tar.gz",))
+@command(app, "bundle", connects=True, prints=object_of(BUNDLE_COLUMNS))
 def bundle(
     run: Run,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The new tar.gz.")],
@@ -43,6 +43,8 @@ def bundle(
     Metadata of up to 20,000 ledgers, registrations, cookies, racks, health, load, metrics twice, configurations,
     garbage collection, versions; of a local cluster also the ends of logs. Passwords, keys and tokens are hidden,
     rather more than less: look at the files before they leave. Only the owner may read the bundle.
+
+    $ bkctl diagnose bundle b.tar.gz
     """
     import tarfile
 

@@ -72,12 +72,15 @@ JOURNAL_COLUMNS = Columns(
 )
 
 
-@command(app, "list", examples=("bkctl journal list --conf bk_server.conf",), prints=rows_of(JOURNAL_COLUMNS))
+@command(app, "list", prints=rows_of(JOURNAL_COLUMNS))
 def list_journals(
     run: Run,
     directories: Annotated[Sequence[Path], directories_argument("Journal directories (default: as in --conf).")] = (),
 ) -> None:
-    """List the journal files: id, version, size, last write."""
+    """List the journal files: id, version, size, last write.
+
+    $ bkctl journal list --conf bk_server.conf
+    """
     from bkctl.files.journals import journal_summaries
 
     errors: list[BkctlError] = []
@@ -85,15 +88,7 @@ def list_journals(
     run.out.raise_first(errors)
 
 
-@command(
-    app,
-    "read",
-    prints=rows_of(lambda: shown_record_columns("journalId")),
-    examples=(
-        "bkctl journal read --conf bk_server.conf --limit 20",
-        "bkctl journal read --conf bk_server.conf --ledger 12 --after-lastmark",
-    ),
-)
+@command(app, "read", prints=rows_of(lambda: shown_record_columns("journalId")))
 def read(
     run: Run,
     records: Records,
@@ -108,6 +103,9 @@ def read(
 
     Records are entries, ledger keys, fences and explicit LACs. The records before damage are printed, then the damage
     is reported (exit code 7).
+
+    $ bkctl journal read --conf bk_server.conf --limit 20
+    $ bkctl journal read --conf bk_server.conf --ledger 12 --after-lastmark
     """
     from bkctl.files.journals import files_after_marks
     from bkctl.formats.journal import journal_id_of
@@ -166,7 +164,7 @@ MARK_COLUMNS = Columns(
 )
 
 
-@command(app, "lastmark", examples=("bkctl journal lastmark --conf bk_server.conf",), prints=rows_of(MARK_COLUMNS))
+@command(app, "lastmark", prints=rows_of(MARK_COLUMNS))
 def lastmark(
     run: Run,
     directories: Annotated[Sequence[Path], directories_argument("Ledger directories (default: as in --conf).")] = (),
@@ -175,6 +173,8 @@ def lastmark(
 
     Ledger storage holds everything before the mark. The mark is the highest of those that the ledger directories keep;
     damaged marks are reported (exit code 7).
+
+    $ bkctl journal lastmark --conf bk_server.conf
     """
     from bkctl.files.journals import latest_marks
 
@@ -219,13 +219,7 @@ VERIFY_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "verify",
-    connects=True,
-    prints=rows_of(VERIFY_COLUMNS),
-    examples=("bkctl journal verify --conf bk_server.conf", "bkctl journal verify journal --digest CRC32C"),
-)
+@command(app, "verify", connects=True, prints=rows_of(VERIFY_COLUMNS))
 def verify(
     run: Run,
     digest: DigestToCheck,
@@ -243,6 +237,9 @@ def verify(
     damage of keys and fences shows only where sizes contradict. On a terminal a sentence counts the sound files in
     place of their rows. Exit code 7 for damage; 3 if entries do not match their digests, or a journal is missing that a
     last mark names, or whose id lies between those that are there.
+
+    $ bkctl journal verify --conf bk_server.conf
+    $ bkctl journal verify journal --digest CRC32C
     """
     from bkctl.files.journal_check import check_journals
 
@@ -331,9 +328,7 @@ SUM_COLUMNS = {
 }
 
 
-@command(
-    app, "stats", examples=("bkctl journal stats --conf bk_server.conf",), prints=rows_of(STATS_COLUMNS, SUM_COLUMNS)
-)
+@command(app, "stats", prints=rows_of(STATS_COLUMNS, SUM_COLUMNS))
 def stats(
     run: Run,
     top: Annotated[int | None, count_option("--top", "Print only the N rows with the most bytes.")],
@@ -348,6 +343,8 @@ def stats(
     Also shows padding and groups: records that were written and synced together, as far as padding tells (from version
     5 on). `created` is the time in a directory's first journal id; later ids count up from it. Records before damage
     count, then the damage is reported (exit code 7).
+
+    $ bkctl journal stats --conf bk_server.conf
     """
     from bkctl.files.journals import journal_statistics
 

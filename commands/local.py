@@ -55,7 +55,7 @@ def _local(run: Run, directory: Path | None) -> LocalCluster:
     return active_cluster() or LocalCluster()
 
 
-@command(app, "up", changes=True, examples=("bkctl local up",), prints=rows_of(LOCAL_COLUMNS))
+@command(app, "up", changes=True, prints=rows_of(LOCAL_COLUMNS))
 def up(
     run: Run,
     directory: LocalDirectory = None,
@@ -84,6 +84,8 @@ def up(
 
     Commands use it until 'local down', unless the environment or a context names another cluster: the last line says
     which cluster they use. '-x local' is this cluster in any case.
+
+    $ bkctl local up
     """
     if http:
         load_server()
@@ -132,7 +134,7 @@ def _note_target(run: Run, cluster: LocalCluster) -> None:
     run.out.note(f"{where}. Commands do not use it, since {reason}: add {switch}{way}")
 
 
-@command(app, "down", changes=True, examples=("bkctl local down",), prints=rows_of(LOCAL_COLUMNS))
+@command(app, "down", changes=True, prints=rows_of(LOCAL_COLUMNS))
 def down(
     run: Run,
     directory: LocalDirectory = None,
@@ -143,6 +145,8 @@ def down(
     """Stop the local cluster cleanly.
 
     Its data stays for the next 'local up'.
+
+    $ bkctl local down
     """
     cluster = _local(run, directory)
     with run.job.working(
@@ -157,11 +161,13 @@ def down(
         run.out.note("Nothing was running")
 
 
-@command(app, "status", examples=("bkctl local status",), prints=rows_of(LOCAL_COLUMNS))
+@command(app, "status", prints=rows_of(LOCAL_COLUMNS))
 def status(run: Run, directory: LocalDirectory = None) -> None:
     """Show the bookies of the local cluster.
 
     Shows state, address, process and directory. 'cluster status' shows the members of any cluster.
+
+    $ bkctl local status
     """
     cluster = _local(run, directory)
     run.out.render(cluster.status(run.access.timeout_s), LOCAL_COLUMNS)

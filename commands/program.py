@@ -13,7 +13,7 @@ from bkctl.columns import Column, Columns, Constant, Kind
 
 from . import api, top
 from .kit.columns import ALL, Output
-from .kit.command import Printer, command, group, object_of
+from .kit.command import Run, command, group, object_of
 from .kit.parser import Command, connection_help, exit_code_help
 from .kit.terminal import emit
 
@@ -70,34 +70,39 @@ VERSION_COLUMNS = Columns(
 )
 
 
-@command(app, "version", examples=("bkctl version",), prints=object_of(VERSION_COLUMNS))
-def show_version(out: Printer) -> None:
+@command(app, "version", prints=object_of(VERSION_COLUMNS))
+def show_version(run: Run) -> None:
     """Print the version, and which inner loops are compiled.
 
     Without a C compiler and Python's headers at its installation, bkctl does the same in Python: slower, with the same
     results.
+
+    $ bkctl version
     """
     from bkctl.files import scan
     from bkctl.protocol import runs
 
     used = {"bkctl.protocol._runs": vars(runs)["compiled"], "bkctl.files._scan": vars(scan)["compiled"]}
     slow = _modules(compiled=False)(used)
-    if out.output is Output.TABLE and out.selection == ALL:
+    if run.out.output is Output.TABLE and run.out.selection == ALL:
         rest = f"; in Python: {', '.join(slow)}" if slow else ""
-        out.text(f"bkctl {__version__}\ninner loops in C: {len(used) - len(slow)} of {len(used)}{rest}\n")
+        run.out.text(f"bkctl {__version__}\ninner loops in C: {len(used) - len(slow)} of {len(used)}{rest}\n")
     else:
-        out.show(used, VERSION_COLUMNS)
+        run.out.show(used, VERSION_COLUMNS)
 
 
-@command(app, "completion", examples=("source <(bkctl completion bash)", "bkctl completion fish | source"))
+@command(app, "completion")
 def print_completion(
-    out: Printer, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
+    run: Run, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
 ) -> None:
     """Print the completion script of a shell.
 
     Load it in the shell's start-up file: `source <(bkctl completion bash)` in ~/.bashrc, `source <(bkctl completion
     zsh)` in ~/.zshrc, `bkctl completion fish | source` in ~/.config/fish/config.fish.
+
+    $ source <(bkctl completion bash)
+    $ bkctl completion fish | source
     """
     from .kit.completion import SCRIPTS
 
-    out.text(SCRIPTS[shell.value])
+    run.out.text(SCRIPTS[shell.value])

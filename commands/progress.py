@@ -14,7 +14,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
 from .kit.columns import field_column
-from .kit.command import Printer, Run, command, group, object_of, rows_of
+from .kit.command import Run, command, group, object_of, rows_of
 from .kit.options import WatchOption, parse_pace
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
 from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
@@ -105,14 +105,9 @@ def _one(work_id: str) -> Work:
     return found[0]
 
 
-@command(
-    app,
-    "show",
-    examples=("bkctl progress show", "bkctl progress show 3f2a9c"),
-    prints=rows_of(WORK_COLUMNS) + object_of(WORK_COLUMNS),
-)
+@command(app, "show", prints=rows_of(WORK_COLUMNS) + object_of(WORK_COLUMNS))
 def show(
-    out: Printer,
+    run: Run,
     watch: WatchOption,
     work_id: Annotated[
         str | None, typer.Argument(metavar="ID", help="Show one: its id, or the first digits.", show_default=False)
@@ -122,11 +117,14 @@ def show(
 
     Lists the commands of this user on this machine that work for longer than two seconds. 'bkctl progress' alone and
     'bkctl progress ID' do the same.
+
+    $ bkctl progress show
+    $ bkctl progress show 3f2a9c
     """
     if work_id is not None:
-        out.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
+        run.out.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
         return
-    out.watch(watch, _all, out.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
+    run.out.watch(watch, _all, run.out.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
 
 
 def _steerable(work_id: str) -> Work:
@@ -159,27 +157,27 @@ def _pause(run: Run, work_id: str, *, pause: bool) -> None:
     _show_followed(run, row, lambda fields: fields["state"] != ("running" if pause else "paused"))
 
 
-@command(app, "pause", examples=("bkctl progress pause 3f2a9c",), prints=object_of(WORK_COLUMNS))
+@command(app, "pause", prints=object_of(WORK_COLUMNS))
 def pause(run: Run, work_id: WorkId) -> None:
     """Pause work at its next step.
 
     A paused command keeps its place and holds no locks of ledgers; 'bkctl progress resume' continues it.
+
+    $ bkctl progress pause 3f2a9c
     """
     _pause(run, work_id, pause=True)
 
 
-@command(app, "resume", examples=("bkctl progress resume 3f2a9c",), prints=object_of(WORK_COLUMNS))
+@command(app, "resume", prints=object_of(WORK_COLUMNS))
 def resume(run: Run, work_id: WorkId) -> None:
-    """Continue paused work."""
+    """Continue paused work.
+
+    $ bkctl progress resume 3f2a9c
+    """
     _pause(run, work_id, pause=False)
 
 
-@command(
-    app,
-    "rate",
-    examples=("bkctl progress rate 3f2a9c 20MiB", "bkctl progress rate 3f2a9c none"),
-    prints=object_of(WORK_COLUMNS),
-)
+@command(app, "rate", prints=object_of(WORK_COLUMNS))
 def rate(
     run: Run,
     work_id: WorkId,
@@ -191,6 +189,9 @@ def rate(
 
     The new rate replaces --rate. A bare number is bytes where the command copies or reads entries, else ledgers or
     records.
+
+    $ bkctl progress rate 3f2a9c 20MiB
+    $ bkctl progress rate 3f2a9c none
     """
     row = _steerable(work_id)
     pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=bool(row.get("hasBytes")))

@@ -102,17 +102,7 @@ class TopicsBy(StrEnum):
     TENANT = "tenant"
 
 
-@command(
-    app,
-    "topics",
-    connects=True,
-    prints=rows_of(TOPIC_COLUMNS, TOTAL_COLUMNS),
-    examples=(
-        "bkctl pulsar topics",
-        "bkctl pulsar topics public/default --sort=-backlogEntryCount",
-        "bkctl pulsar topics --by namespace --quick",
-    ),
-)
+@command(app, "topics", connects=True, prints=rows_of(TOPIC_COLUMNS, TOTAL_COLUMNS))
 def list_topics(
     run: Run,
     place: Annotated[
@@ -126,6 +116,10 @@ def list_topics(
 
     BACKLOG counts the entries behind the slowest cursor, which HELD BY names: until it acknowledges them, their ledgers
     stay. OLDEST is the creation of the oldest ledger. Topics that cannot be read are reported, with exit code 3.
+
+    $ bkctl pulsar topics
+    $ bkctl pulsar topics public/default --sort=-backlogEntryCount
+    $ bkctl pulsar topics --by namespace --quick
     """
     from bkctl.client.pulsar import totals
 
@@ -214,13 +208,7 @@ SHOWN_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(
-    app,
-    "topic",
-    connects=True,
-    prints=object_of(SHOWN_COLUMNS),
-    examples=("bkctl pulsar topic persistent://public/default/orders",),
-)
+@command(app, "topic", connects=True, prints=object_of(SHOWN_COLUMNS))
 def show_topic(
     run: Run,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="persistent://TENANT/NAMESPACE/TOPIC, or a partition.")],
@@ -233,6 +221,8 @@ def show_topic(
     delayed-index-bucket; and its state: ok, under-replicated, one-copy, unavailable, missing, or offloaded. A ledger
     that was copied to tiered storage names its driver and place there, and what became of BookKeeper's copy: kept,
     deleted, left (its deletion was interrupted), or lost.
+
+    $ bkctl pulsar topic persistent://public/default/orders
     """
     from bkctl.metadata.pulsar_nodes import schema_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter
@@ -266,13 +256,15 @@ FINDING_COLUMNS = Columns(
 PauseOption = Annotated[float, duration_option("--pause", "Wait between the two looks at a finding.", default="2s")]
 
 
-@command(app, "check", connects=True, prints=rows_of(FINDING_COLUMNS), examples=("bkctl pulsar check",))
+@command(app, "check", connects=True, prints=rows_of(FINDING_COLUMNS))
 def check(run: Run, pause: PauseOption, root: RootOption = None) -> None:
     """Find lost ledgers, orphans and topics at risk.
 
     Lost: a topic, cursor or schema names a ledger that does not exist. An orphan is a ledger that says that it is
     Pulsar's, and that nothing names. At risk: too few replicas are up. All but the last is looked at twice, since
     brokers create and delete meanwhile. Exit code 3 if there are findings.
+
+    $ bkctl pulsar check
     """
     from bkctl.client.pulsar import check_pulsar
 
@@ -305,15 +297,7 @@ ORPHAN_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "orphans",
-    connects=True,
-    changes="delete",
-    asks=True,
-    prints=rows_of(ORPHAN_COLUMNS),
-    examples=("bkctl pulsar orphans", "bkctl pulsar orphans --delete --min-age 1w --dry-run"),
-)
+@command(app, "orphans", connects=True, changes="delete", asks=True, prints=rows_of(ORPHAN_COLUMNS))
 def list_orphans(
     run: Run,
     age_min: Annotated[float, duration_option("--min-age", "Only ledgers at least this old.", default="1d")],
@@ -329,6 +313,9 @@ def list_orphans(
     of unknown age or kind are left out, and those whose topic cannot be read. With --delete each is read again, with
     its topic, just before its deletion; 'metadata undo' helps until bookies collect garbage. Exit code 3 if there are
     any.
+
+    $ bkctl pulsar orphans
+    $ bkctl pulsar orphans --delete --min-age 1w --dry-run
     """
     found, problems = _found_twice(run, root, pause, delete=delete)
     old = [each for each in found if each.age_s is not None and each.age_s >= age_min]

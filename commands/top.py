@@ -87,13 +87,7 @@ LOAD_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "top",
-    connects=True,
-    prints=rows_of(LOAD_COLUMNS),
-    examples=("bkctl top", "bkctl top --once -o json", "bkctl top --once --sort addsPerSecond"),
-)
+@command(app, "top", connects=True, prints=rows_of(LOAD_COLUMNS))
 def top(
     run: Run,
     interval_s: Annotated[
@@ -112,6 +106,10 @@ def top(
     Keys: arrows select a bookie, Enter opens its page, Escape goes back, s and S choose the column to sort by, r
     reverses the order, / filters, q quits. --once prints the same numbers for scripts: two looks, one interval apart;
     with --bundle the recorded ones.
+
+    $ bkctl top
+    $ bkctl top --once -o json
+    $ bkctl top --once --sort addsPerSecond
     """
     if interval_s < INTERVAL_S_MIN:
         raise UsageError(f"--interval: must be {INTERVAL_S_MIN:g} s or more")

@@ -92,27 +92,31 @@ def _explain(run: Run, words: str, ask: Ask, *, asks_bookies: bool = True) -> No
     run.out.text("\n".join(lines) + "\n")
 
 
-@command(app, "ledger", connects=True, examples=("bkctl why ledger 12",), prints=object_of(WHY_COLUMNS))
+@command(app, "ledger", connects=True, prints=object_of(WHY_COLUMNS))
 def why_ledger(run: Run, ledger: OneLedger) -> None:
     """Explain why a ledger is not readable, closed or whole.
 
     Reads its metadata, mark and published failures, and some entries from each of its bookies. Each fact names its
     evidence, each way out its cost; the first way loses least.
+
+    $ bkctl why ledger 12
     """
     _explain(run, f"ledger {ledger}", lambda inquiry: inquiry.ledger(ledger))
 
 
-@command(app, "bookie", connects=True, examples=("bkctl why bookie 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))
+@command(app, "bookie", connects=True, prints=object_of(WHY_COLUMNS))
 def why_bookie(run: Run, bookie: Bookie) -> None:
     """Explain why a bookie is down, hung, slow or read-only.
 
     Also why its decommission or drain does not end: the ledgers that stay on it, by reason. Looks at registration,
     cookie, answers, metrics and ledgers; of a local cluster also at process and log.
+
+    $ bkctl why bookie 10.0.0.1:3181
     """
     _explain(run, f"bookie {shlex.quote(bookie)}", lambda inquiry: inquiry.bookie(bookie))
 
 
-@command(app, "create", connects=True, examples=("bkctl why create",), prints=object_of(WHY_COLUMNS))
+@command(app, "create", connects=True, prints=object_of(WHY_COLUMNS))
 def why_create(
     run: Run,
     shape: LedgerShape,
@@ -121,6 +125,8 @@ def why_create(
     """Explain why a new ledger finds too few bookies.
 
     Shows the writable bookies rack by rack, and why the others are not chosen.
+
+    $ bkctl why create
     """
     _explain(
         run, "create", lambda why: why.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped),
@@ -128,7 +134,10 @@ def why_create(
     )  # fmt: skip
 
 
-@command(app, "space", connects=True, examples=("bkctl why space 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))
+@command(app, "space", connects=True, prints=object_of(WHY_COLUMNS))
 def why_space(run: Run, bookie: Bookie) -> None:
-    """Explain what fills a bookie's disks, and why it stays."""
+    """Explain what fills a bookie's disks, and why it stays.
+
+    $ bkctl why space 10.0.0.1:3181
+    """
     _explain(run, f"space {shlex.quote(bookie)}", lambda inquiry: inquiry.space(bookie))

@@ -448,7 +448,6 @@ NEW_BOOKIE_COLUMNS = Columns(
     connects=True,
     changes=True,
     unless="check",
-    examples=("bkctl bookie init --conf bk_server.conf --check",),
     prints=rows_of(INIT_COLUMNS) + object_of(NEW_BOOKIE_COLUMNS),
 )
 def init(
@@ -463,6 +462,8 @@ def init(
 
     Creates the directories of --conf, and the cookie in them and in the metadata store. The bookie's first start does
     the same. --check (and --dry-run) changes nothing; exit code 3 if something prevents it.
+
+    $ bkctl bookie init --conf bk_server.conf --check
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
     from bkctl.bookie.format import existing, init, problems_of_init

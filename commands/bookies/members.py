@@ -100,13 +100,15 @@ def find_placement(run: Run, bookies: list[RegisteredBookie]) -> Placement:
     return Placement(find_racks(run, bookies), rules)
 
 
-@command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",), prints=rows_of(RACK_COLUMNS))
+@command(racks_app, "list", connects=True, prints=rows_of(RACK_COLUMNS))
 def list_racks(run: Run) -> None:
     """List the racks of bookies.
 
     Racks come from Pulsar's node `/bookies` in the metadata store, or from the script that --conf names
     (networkTopologyScriptFileName), which takes precedence. Bookies without a rack are listed, too; clients treat them
     as one rack, /default-rack.
+
+    $ bkctl bookies racks list
     """
     run.out.render(rack_rows(run, run.cluster.bookies.list()), RACK_COLUMNS)
 
@@ -346,7 +348,7 @@ _USAGE_KEYS: Final[dict[UsageOrder, Callable[[BookieSpace], Any]]] = {
 }
 
 
-@command(app, "usage", connects=True, examples=("bkctl bookies usage",), prints=rows_of(USAGE_COLUMNS))
+@command(app, "usage", connects=True, prints=rows_of(USAGE_COLUMNS))
 def usage(
     run: Run,
     sort: Annotated[UsageOrder, flag("--sort", "Order: bookie, used (fullest first) or free.")] = UsageOrder.BOOKIE,
@@ -358,6 +360,8 @@ def usage(
 
     Asks every registered bookie. A bookie that does not answer is a row with the problem: exit code 3 then, and 6 if
     none answers.
+
+    $ bkctl bookies usage
     """
     from bkctl.client.disk_space import disk_space
 

@@ -204,12 +204,14 @@ SHARE_COLUMNS = Columns(
 )
 
 
-@command(app, "show", examples=("bkctl entrylog show 0 --conf bk_server.conf",), prints=rows_of(SHARE_COLUMNS))
+@command(app, "show", prints=rows_of(SHARE_COLUMNS))
 def show(run: Run, names: LogNames = None, directories: DirOption = None) -> None:
     """Show the ledgers in entry logs, and their bytes.
 
     Reads the ledgers map, or scans a log that has none. A damaged ledgers map is replaced by a scan, and reported (exit
     code 7). If records are damaged, the rows count those before the damage, and are not complete.
+
+    $ bkctl entrylog show 0 --conf bk_server.conf
     """
     errors: list[BkctlError] = []
     with run.job.working("Reading entry logs"):

@@ -1,21 +1,20 @@
-"""Commands: `@command` declares one, and gives it the parts of its run that it names.
+"""Commands: `@command` declares one, and gives it its run.
 
     @command(app, "list", connects=True, prints=rows_of(LEDGER_COLUMNS))
-    def list_ledgers(out: Printer, access: Access, scope_id: ScopeToList) -> None:
-        with access.cluster() as cluster:
-            out.render(cluster.ledgers.ledgers(scope_id), LEDGER_COLUMNS)
+    def list_ledgers(run: Run, scope_id: ScopeToList) -> None:
+        run.out.render(run.cluster.ledgers.ledgers(scope_id), LEDGER_COLUMNS)
 
-A command is three steps: the signature parses, one call into the domain, `out` renders.
+A command is three steps: the signature parses, one call into the domain, `run.out` renders.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, TypeVar
 
 import typer
 
@@ -42,7 +41,7 @@ __all__ = [
     "rows_of", "union",
 ]  # fmt: skip
 
-F = TypeVar("F", bound=Callable[..., None])
+F = TypeVar("F", bound=Callable[Concatenate["Run", ...], None])
 #: The end of the help of commands that ask, unless --yes is not enough for them.
 ASKS: Final = "Asks before it destroys something; without a terminal --yes is required."
 
@@ -71,17 +70,7 @@ class Run:
     @property
     def recorded(self) -> RecordedCluster | None:
         """The bundle in the cluster's place; None for a cluster."""
-        return self.cluster and self.access.recorded
-
-
-#: The parameters that a command may have, by their types.
-PARTS: Final[Mapping[Any, Callable[[Run], Any]]] = {
-    Run: lambda run: run,
-    Printer: lambda run: run.out,
-    Access: lambda run: run.access,
-    Consent: lambda run: run.consent,
-    LongWork: lambda run: run.job,
-}
+        return self.access.recorded if self.cluster else None
 
 
 def group(
@@ -118,27 +107,23 @@ def command(
     unless: str | None = None,
     hidden: bool = False,
     prints: tuple[Document, ...] = (),
-    examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Register a function as the command `name` of `app`.
 
-    The command fills in parameters of the types in PARTS and of composite types (see kit/options.py); Typer parses
-    the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`: it only
-    saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command
-    unless its parameter `dry_run` is set; a string, or several, name the parameters that make the command change
-    something, and `unless` one that makes it read only; None: the command starts the audit itself. `prints` are the
-    forms of what it prints, for --columns, --sort and the schema. `examples` are whole command lines for its help,
-    with the lines behind `$ ` that the docstring ends with.
+    The first parameter of the function is its run; the command fills in parameters of composite types (see
+    kit/options.py), and Typer parses the others. `connects`: the command uses a cluster, so its help shows the
+    connection options; not `opens`: it only saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`:
+    the audit log records the command unless its parameter `dry_run` is set; a string, or several, name the parameters
+    that make the command change something, and `unless` one that makes it read only; None: the command starts the audit
+    itself. `prints` are the forms of what it prints, for --columns, --sort and the schema. The examples of its help are
+    whole command lines, each behind `$ ` at the end of the docstring.
     """
 
     def register(function: F) -> F:
         own: list[inspect.Parameter] = []
-        parts: dict[str, Callable[[Run], Any]] = {}
         composites: dict[str, Composite] = {}
-        for param in inspect.signature(function, eval_str=True).parameters.values():
-            if param.annotation in PARTS:
-                parts[param.name] = PARTS[param.annotation]
-                continue
+        _, *params = inspect.signature(function, eval_str=True).parameters.values()
+        for param in params:
             metadata = getattr(param.annotation, "__metadata__", ())
             composite = next((item for item in metadata if isinstance(item, Composite)), None)
             if composite is None:
@@ -170,7 +155,7 @@ def command(
             interrupts.begin_work()
             try:
                 with run.opened:
-                    function(**{name: part(run) for name, part in parts.items()}, **arguments)
+                    function(run, **arguments)
                 run.out.end_dry_run()
             except FindingsError:
                 run.out.end_dry_run()
@@ -182,14 +167,14 @@ def command(
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]
-        text, *shown = inspect.cleandoc(function.__doc__ or "").replace("\n\n$ ", "\n$ ").split("\n$ ")
+        text, *examples = inspect.cleandoc(function.__doc__ or "").replace("\n\n$ ", "\n$ ").split("\n$ ")
         if asks and "--yes-really" not in text:
             text += (" " if "\n\n" in text else "\n\n") + ASKS
         invoke.__doc__ = text
         invoke.__name__ = function.__name__
         invoke.__annotations__ = {}
         invoke.declaration = declaration  # type: ignore[attr-defined]
-        app.command(name, cls=Command, hidden=hidden, epilog="\n".join((*examples, *shown)))(invoke)
+        app.command(name, cls=Command, hidden=hidden, epilog="\n".join(examples))(invoke)
         return function
 
     return register

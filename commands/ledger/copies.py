@@ -62,12 +62,14 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", connects=True, examples=("bkctl ledger verify 12",), prints=rows_of(FINDING_COLUMNS))
+@command(app, "verify", connects=True, prints=rows_of(FINDING_COLUMNS))
 def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadPace) -> None:
     """Read every entry from every replica, and check it.
 
     Checks presence, ids, digests and the ledger's length at each entry. Prints the findings, one for
     each range of a bookie's entries with one problem; exit code 3 if there are any. Needs no password.
+
+    $ bkctl ledger verify 12
     """
     from bkctl.client.ledger_series import verify_ledgers
 

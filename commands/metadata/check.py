@@ -33,12 +33,14 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "check", connects=True, examples=("bkctl metadata check",), prints=rows_of(FINDING_COLUMNS))
+@command(app, "check", connects=True, prints=rows_of(FINDING_COLUMNS))
 def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     """Find metadata that is unreadable, dangling or impossible.
 
     Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Where bookies have racks,
     finds ensembles that the placement policy of --conf does not accept. Exit code 3 if there are findings.
+
+    $ bkctl metadata check
     """
     from bkctl.client.ledger_survey import misplacement
     from bkctl.metadata.admin.check import check_metadata
@@ -112,11 +114,13 @@ SCOPE_COLUMNS = Columns(
 )
 
 
-@command(app, "scopes", connects=True, examples=("bkctl metadata scopes",), prints=rows_of(SCOPE_COLUMNS))
+@command(app, "scopes", connects=True, prints=rows_of(SCOPE_COLUMNS))
 def scopes(run: Run) -> None:
     """List the ledger scopes, with the number of ledgers.
 
     Scope 0 is always listed.
+
+    $ bkctl metadata scopes
     """
     from bkctl.metadata.admin.overview import scope_counts
 

@@ -42,11 +42,13 @@ LAYOUT_COLUMNS = Columns(
 )
 
 
-@command(app, "layout", connects=True, examples=("bkctl metadata layout",), prints=object_of(LAYOUT_COLUMNS))
+@command(app, "layout", connects=True, prints=object_of(LAYOUT_COLUMNS))
 def layout(run: Run) -> None:
     """Show the cluster's ledger manager and instance id.
 
     Without a LAYOUT node, shows the defaults of the metadata URI.
+
+    $ bkctl metadata layout
     """
     stored = run.cluster.store.get(run.cluster.places.layout) is not None
     row = PlainRow(
@@ -67,9 +69,7 @@ NODE_COLUMNS = Columns(
 )
 
 
-@command(
-    app, "get", connects=True, prints=object_of(NODE_COLUMNS), examples=("bkctl metadata get LAYOUT --format utf8",)
-)
+@command(app, "get", connects=True, prints=object_of(NODE_COLUMNS))
 def get(
     run: Run,
     path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
@@ -79,6 +79,8 @@ def get(
     """Show one node: version, creation time, size and value.
 
     The value is base64; --format raw writes its bytes alone.
+
+    $ bkctl metadata get LAYOUT --format utf8
     """
     place = path.strip("/")
     found = run.cluster.store.get(place)

@@ -207,9 +207,7 @@ DIFFERENCE_COLUMNS = Columns(
 _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' wrote."
 
 
-@command(
-    app, "diff", connects=True, prints=rows_of(DIFFERENCE_COLUMNS), examples=("bkctl metadata diff cluster.ndjson",)
-)
+@command(app, "diff", connects=True, prints=rows_of(DIFFERENCE_COLUMNS))
 def diff(
     run: Run,
     first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
@@ -222,6 +220,8 @@ def diff(
 
     Compares byte for byte; exit code 3 if they differ. The login in --metadata-… options is sent only to the
     connection's servers: name a store with another login as context:NAME.
+
+    $ bkctl metadata diff cluster.ndjson
     """
     from bkctl.metadata.admin.dump.sources import compare, compare_headers
 

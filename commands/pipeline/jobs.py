@@ -175,7 +175,7 @@ INTEGRITY_COLUMNS = {
 }
 
 
-@command(app, "integrity", connects=True, examples=("bkctl pipeline integrity",), prints=rows_of(INTEGRITY_COLUMNS))
+@command(app, "integrity", connects=True, prints=rows_of(INTEGRITY_COLUMNS))
 def integrity(
     run: Run,
     ledgers: LedgersToScan,
@@ -196,6 +196,8 @@ def integrity(
     that should have the entry was not checked). Exit code 3: there are findings. Bookies whose files are not given are
     not checked. --by ledger, bookie and log show ranges of entries with the same problem and INTACT: of all bookies, of
     one, or of one file (entry log or journal).
+
+    $ bkctl pipeline integrity
     """
     result_of = partial(IntegrityResult, ledgers=ledgers, indexes=not no_indexes)
     show_result(run, given, "integrity", by, INTEGRITY_COLUMNS, result_of)
@@ -287,9 +289,7 @@ GARBAGE_COLUMNS = {
 }
 
 
-@command(
-    app, "garbage", connects=True, prints=rows_of(GARBAGE_COLUMNS), examples=("bkctl pipeline garbage --by bookie",)
-)
+@command(app, "garbage", connects=True, prints=rows_of(GARBAGE_COLUMNS))
 def garbage(
     run: Run,
     thresholds: ThresholdOptions,
@@ -301,6 +301,8 @@ def garbage(
     Also shows what compaction would free, and orphaned ledgers. Garbage: bytes of ledgers that no longer exist in the
     metadata store, as in 'entrylog garbage' for one bookie. Bytes of ledgers whose state is unknown remain. With --by
     ledger the rows are the dead ledgers.
+
+    $ bkctl pipeline garbage --by bookie
     """
     result_of = partial(GarbageResult, thresholds=thresholds_of(run, thresholds))
     show_result(run, given, "garbage", by, GARBAGE_COLUMNS, result_of)
@@ -411,7 +413,7 @@ AUDIT_COLUMNS = {
 }
 
 
-@command(app, "journal-audit", connects=True, prints=rows_of(AUDIT_COLUMNS), examples=("bkctl pipeline journal-audit",))
+@command(app, "journal-audit", connects=True, prints=rows_of(AUDIT_COLUMNS))
 def journal_audit(
     run: Run,
     ledgers: LedgersToScan,
@@ -431,6 +433,8 @@ def journal_audit(
     end. Exit code 7: a journal is damaged. 3: records are behind a torn end, or (if the cluster is named) an unlogged
     entry that is not replayed belongs to a live ledger. --by entry shows the unlogged entries; --by ledger, bookie and
     log show their ranges: of all bookies, of one, or of one journal.
+
+    $ bkctl pipeline journal-audit
     """
     connects = run.access.names_metadata or (given.places == ([], None) and run.access.conf is None)
     result_of = partial(JournalAuditResult, ledgers=ledgers)
