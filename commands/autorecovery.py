@@ -7,8 +7,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 
@@ -16,7 +14,7 @@ from .kit.columns import COUNT_COLUMNS, PlainRow
 from .kit.command import Printer, Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
-from .kit.options import DryRun, UndoOption, WatchOption, duration_option, flag
+from .kit.options import DryRun, UndoOption, WatchOption, duration_option, flag, word
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration, tap
 
@@ -411,9 +409,7 @@ DELAY_COLUMNS = Columns(
 @command(app, "delay", connects=True, changes="seconds", prints=object_of(DELAY_COLUMNS))
 def delay(
     run: Run,
-    seconds: Annotated[
-        str | None, typer.Argument(metavar="[DELAY]", help="The new delay: seconds, or 30m, 2h; 0 is none.")
-    ] = None,
+    seconds: Annotated[str | None, word("[DELAY]", "The new delay: seconds, or 30m, 2h; 0 is none.")] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:

@@ -9,8 +9,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.admin.health_codes import HealthCode
@@ -19,7 +17,7 @@ from .kit.audit import user_name
 from .kit.columns import Output, PlainRow
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
-from .kit.options import DryRun, UndoOption, WatchOption, YesReally, combined, duration_option, flag, option
+from .kit.options import DryRun, UndoOption, WatchOption, YesReally, combined, duration_option, flag, option, word
 from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
 from .kit.values import percentage
 from .local import down, up
@@ -189,7 +187,7 @@ METRICS_WAIT_S: Final = 5.0
 PANEL_STYLES: Final = {"error": "red", "warning": "yellow"}
 
 
-Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]
+Code = Annotated[HealthCode, word("CODE", "The code of the findings.")]
 
 
 class Look(NamedTuple):

@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
 from .kit.access import context_connection, context_names
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.contexts import Contexts
-from .kit.options import OldName
+from .kit.options import OldName, flag, word
 from .kit.settings import CONTEXT_SETTINGS, GlobalOptions, Setting
 from .kit.texts import GREEN
 
@@ -53,7 +51,7 @@ CONTEXT_COLUMNS = Columns(
 )
 LIST_COLUMNS = Columns(*CONTEXT_COLUMNS.columns[:3], key="name", none="No contexts; 'bkctl context add' makes one")
 
-ContextName = Annotated[str, typer.Argument(metavar="CONTEXT", help="The context.")]
+ContextName = Annotated[str, word("CONTEXT", "The context.")]
 
 
 def _row(contexts: Contexts, name: str) -> ContextRow:
@@ -76,7 +74,7 @@ def list_contexts(run: Run) -> None:
 @command(app, "show", prints=object_of(CONTEXT_COLUMNS))
 def show(
     run: Run,
-    name: Annotated[str | None, typer.Argument(metavar="CONTEXT", help="The context (default: current).")] = None,
+    name: Annotated[str | None, word("CONTEXT", "The context (default: current).")] = None,
 ) -> None:
     """Show one context with all its settings.
 
@@ -93,10 +91,8 @@ def show(
 def add(
     run: Run,
     name: ContextName,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", OldName("--replace"), help="Replace the context of this name.")
-    ] = False,
-    use: Annotated[bool, typer.Option("--use", help="Make the new context the current one.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace the context of this name.", OldName("--replace"))] = False,
+    use: Annotated[bool, flag("--use", "Make the new context the current one.")] = False,
 ) -> None:
     """Save the connection options under a name.
 
@@ -139,9 +135,7 @@ def use(run: Run, name: ContextName) -> None:
 
 
 @command(app, "rename", changes=True, prints=object_of(CONTEXT_COLUMNS))
-def rename(
-    run: Run, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
-) -> None:
+def rename(run: Run, name: ContextName, new: Annotated[str, word("NEW", "The new name.")]) -> None:
     """Give a context another name.
 
     The current context stays the current one. An existing name is refused.

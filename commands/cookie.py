@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import check_bookie_id
@@ -23,6 +21,7 @@ from .kit.options import (
     file_argument,
     flag,
     text_option,
+    word,
 )
 from .kit.records import DirOption
 from .kit.texts import RED, counted
@@ -37,10 +36,8 @@ app = group()
 #: A cookie is some paths; nothing larger is read.
 _FILE_SIZE_BYTES_MAX = 1 << 20
 
-BookieArgument = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie's id.")]
-BookieOrConf = Annotated[
-    str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
-]
+BookieArgument = Annotated[str, word("BOOKIE", "The bookie's id.")]
+BookieOrConf = Annotated[str | None, word("BOOKIE", "The bookie's id (default: the one of --conf).")]
 FileArgument = Annotated[Path, file_argument("The cookie, as 'cookie generate' writes it.")]
 
 
@@ -106,7 +103,7 @@ def _stored_row(cluster: Cluster, bookie_id: str) -> PlainRow | None:
 @command(app, "show", connects=True, prints=object_of(COOKIE_COLUMNS) + rows_of(COOKIE_COLUMNS))
 def show(
     run: Run,
-    bookie: Annotated[str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id.")] = None,
+    bookie: Annotated[str | None, word("BOOKIE", "The bookie's id.")] = None,
     dir: DirOption = None,
     format: BinaryFormatOption = None,
 ) -> None:
@@ -261,7 +258,7 @@ def update(
 @command(app, "delete", connects=True, asks=True, changes=True, prints=rows_of(COOKIE_COLUMNS))
 def delete(
     run: Run,
-    bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
+    bookies: Annotated[list[str], word("BOOKIE", "The bookies.")],
     dir: DirOption = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
@@ -423,8 +420,8 @@ RENAMED_COLUMNS = Columns(
 @command(app, "rename", connects=True, asks=True, changes=True, prints=rows_of(RENAMED_COLUMNS))
 def rename_bookie(
     run: Run,
-    old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The bookie's new id.")],
+    old: Annotated[str, word("OLD", "The bookie's present id.")],
+    new: Annotated[str, word("NEW", "The bookie's new id.")],
     dir: DirOption = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,

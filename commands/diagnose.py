@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
-
 from bkctl import __version__
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists
@@ -15,7 +13,7 @@ from bkctl.errors import AlreadyExists
 from .cluster import Look, find_all, metrics_api, metrics_wait_s
 from .kit.columns import object_of
 from .kit.command import Run, command, group
-from .kit.options import duration_option, size_option
+from .kit.options import duration_option, size_option, word
 from .top import load_watch
 from .why import explain_all
 
@@ -34,7 +32,7 @@ BUNDLE_COLUMNS = Columns(
 @command(app, "bundle", connects=True, prints=object_of(BUNDLE_COLUMNS))
 def bundle(
     run: Run,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The new tar.gz.")],
+    file: Annotated[Path, word("FILE", "The new tar.gz.")],
     pause_s: Annotated[float, duration_option("--pause", "The time between two readings of metrics.", default="10s")],
     size_max: Annotated[int, size_option("--size-max", "The size of all members at most.", default=SIZE_DEFAULT)],
 ) -> None:

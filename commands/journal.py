@@ -10,15 +10,13 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.columns import hex_column
 from .kit.command import Run, command, group, rows_of
 from .kit.next_steps import next_column
-from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option
+from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option, flag, word
 from .kit.records import (
     CheckedFiles,
     DirOption,
@@ -53,10 +51,7 @@ def _key(file_id: object, row: Any) -> str:
 
 JournalNames = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="JOURNAL",
-        help="Journals: decimal or 0x id, file name, path, or a directory (default: all of --dir or --conf).",
-    ),
+    word("JOURNAL", "Journals: decimal or 0x id, file name, path, or a directory (default: all of --dir or --conf)."),
 ]
 
 
@@ -95,7 +90,7 @@ def read(
     names: JournalNames = None,
     directories: DirOption = None,
     after_lastmark: Annotated[
-        bool, typer.Option("--after-lastmark", help="Print only records after the last mark, which a restart replays.")
+        bool, flag("--after-lastmark", "Print only records after the last mark, which a restart replays.")
     ] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
@@ -335,7 +330,7 @@ def stats(
     names: JournalNames = None,
     directories: DirOption = None,
     by: Annotated[
-        JournalGrouping, typer.Option("--by", metavar="WHAT", help="A row for each file, type, ledger or scope.")
+        JournalGrouping, flag("--by WHAT", "A row for each file, type, ledger or scope.")
     ] = JournalGrouping.FILE,
 ) -> None:
     """Count the records of journals by type, ledger or scope.

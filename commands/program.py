@@ -14,6 +14,7 @@ from bkctl.columns import Column, Columns, Constant, Kind
 from . import api, top
 from .kit.columns import ALL, Output
 from .kit.command import Run, command, group, object_of
+from .kit.options import word
 from .kit.parser import Command, connection_help, exit_code_help
 from .kit.terminal import emit
 
@@ -35,9 +36,7 @@ _TOPICS: Final = {"connection": connection_help, "exit-codes": exit_code_help}
 @app.command("help", cls=Command, epilog="bkctl help ledger list\nbkctl help connection\nbkctl help exit-codes")
 def show_help(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND", help="A group or a command, `connection` or `exit-codes`.")
-    ] = None,
+    words: Annotated[list[str] | None, word("COMMAND", "A group or a command, `connection` or `exit-codes`.")] = None,
 ) -> None:
     """Show the help of a command, or of the connection options.
 
@@ -92,9 +91,7 @@ def show_version(run: Run) -> None:
 
 
 @command(app, "completion")
-def print_completion(
-    run: Run, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
-) -> None:
+def print_completion(run: Run, shell: Annotated[Shell, word("SHELL", "bash, zsh or fish.")]) -> None:
     """Print the completion script of a shell.
 
     Load it in the shell's start-up file: `source <(bkctl completion bash)` in ~/.bashrc, `source <(bkctl completion

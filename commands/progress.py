@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
 from .kit.columns import field_column
 from .kit.command import Run, command, group, object_of, rows_of
-from .kit.options import WatchOption, parse_pace
+from .kit.options import WatchOption, parse_pace, word
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
 from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
 
@@ -88,7 +86,7 @@ WORK_COLUMNS = Columns(
     _COMMAND,
     key="id",
 )
-WorkId = Annotated[str, typer.Argument(metavar="ID", help="The id of the work, or its first digits.")]
+WorkId = Annotated[str, word("ID", "The id of the work, or its first digits.")]
 
 
 def _all() -> list[Work]:
@@ -109,9 +107,7 @@ def _one(work_id: str) -> Work:
 def show(
     run: Run,
     watch: WatchOption,
-    work_id: Annotated[
-        str | None, typer.Argument(metavar="ID", help="Show one: its id, or the first digits.", show_default=False)
-    ] = None,
+    work_id: Annotated[str | None, word("ID", "Show one: its id, or the first digits.", show_default=False)] = None,
 ) -> None:
     """Show long work: running, and ended within the last hour.
 
@@ -181,9 +177,7 @@ def resume(run: Run, work_id: WorkId) -> None:
 def rate(
     run: Run,
     work_id: WorkId,
-    limit: Annotated[
-        str, typer.Argument(metavar="RATE", help="Rate as in --rate: 20MiB, '5000 entries' or N; 'none' removes it.")
-    ],
+    limit: Annotated[str, word("RATE", "Rate as in --rate: 20MiB, '5000 entries' or N; 'none' removes it.")],
 ) -> None:
     """Change the rate of running work.
 

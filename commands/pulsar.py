@@ -11,15 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound
 from bkctl.ids import LedgerId
 
 from .kit.columns import object_of, rows_of
 from .kit.command import Run, command, group
-from .kit.options import DryRun, UndoOption, duration_option
+from .kit.options import DryRun, UndoOption, duration_option, flag, word
 from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .kit.values import tap
 
@@ -31,15 +29,12 @@ app = group()
 
 RootOption = Annotated[
     str | None,
-    typer.Option(
-        "--pulsar-root",
-        metavar="PATH",
-        help="Path of Pulsar's metadata in the store (default: the parent of the cluster's root, / of /ledgers).",
+    flag(
+        "--pulsar-root PATH",
+        "Path of Pulsar's metadata in the store (default: the parent of the cluster's root, / of /ledgers).",
     ),
 ]
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Ask no bookie: positions that only cursors' ledgers have stay unknown.")
-]
+QuickOption = Annotated[bool, flag("--quick", "Ask no bookie: positions that only cursors' ledgers have stay unknown.")]
 _STATE_STYLE = {
     "ok": GREEN, "missing": RED, "unavailable": RED, "one-copy": YELLOW, "under-replicated": YELLOW,
 }  # fmt: skip
@@ -105,10 +100,8 @@ class TopicsBy(StrEnum):
 @command(app, "topics", connects=True, prints=rows_of(TOPIC_COLUMNS, TOTAL_COLUMNS))
 def list_topics(
     run: Run,
-    place: Annotated[
-        str | None, typer.Argument(metavar="[TENANT[/NAMESPACE]]", help="List only topics of this tenant or namespace.")
-    ] = None,
-    by: Annotated[TopicsBy, typer.Option("--by", help="Print a row for each of these.")] = TopicsBy.TOPIC,
+    place: Annotated[str | None, word("[TENANT[/NAMESPACE]]", "List only topics of this tenant or namespace.")] = None,
+    by: Annotated[TopicsBy, flag("--by", "Print a row for each of these.")] = TopicsBy.TOPIC,
     quick: QuickOption = False,
     root: RootOption = None,
 ) -> None:
@@ -211,7 +204,7 @@ SHOWN_COLUMNS = Columns(
 @command(app, "topic", connects=True, prints=object_of(SHOWN_COLUMNS))
 def show_topic(
     run: Run,
-    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="persistent://TENANT/NAMESPACE/TOPIC, or a partition.")],
+    topic: Annotated[str, word("TOPIC", "persistent://TENANT/NAMESPACE/TOPIC, or a partition.")],
     quick: QuickOption = False,
     root: RootOption = None,
 ) -> None:
@@ -302,7 +295,7 @@ def list_orphans(
     run: Run,
     age_min: Annotated[float, duration_option("--min-age", "Only ledgers at least this old.", default="1d")],
     pause: PauseOption,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete them, after asking.")] = False,
+    delete: Annotated[bool, flag("--delete", "Delete them, after asking.")] = False,
     root: RootOption = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,

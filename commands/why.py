@@ -9,8 +9,6 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError
 
@@ -18,7 +16,7 @@ from .kit.columns import Output, object_of
 from .kit.command import Run, command, group
 from .kit.ledger_options import OneLedger
 from .kit.next_steps import pasted
-from .kit.options import LedgerShape
+from .kit.options import LedgerShape, flag, word
 
 if TYPE_CHECKING:
     from bkctl.http.why import Explanation, Inquiry
@@ -33,7 +31,7 @@ WHY_COLUMNS = Columns(
     key="subject",
 )
 
-Bookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
+Bookie = Annotated[str, word("BOOKIE", "The bookie.")]
 
 
 #: A question to the inquiry, asynchronous or not.
@@ -120,7 +118,7 @@ def why_bookie(run: Run, bookie: Bookie) -> None:
 def why_create(
     run: Run,
     shape: LedgerShape,
-    scoped: Annotated[bool, typer.Option("--scoped", help="A ledger of a scope other than 0.")] = False,
+    scoped: Annotated[bool, flag("--scoped", "A ledger of a scope other than 0.")] = False,
 ) -> None:
     """Explain why a new ledger finds too few bookies.
 

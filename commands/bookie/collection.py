@@ -8,14 +8,12 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, UsageError
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import DryRun, WatchOption, flag
+from ..kit.options import DryRun, WatchOption, flag, word
 from ..kit.texts import GREEN, YELLOW
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server
 
@@ -261,10 +259,7 @@ def compact_locations(
     which: BookieServerOption,
     deadline: WaitDeadline,
     databases: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="DATABASE", help="Compact only these, by their paths on the bookie, as --status shows them."
-        ),
+        list[str] | None, word("DATABASE", "Compact only these, by their paths on the bookie, as --status shows them.")
     ] = None,
     wait: Annotated[bool, flag("--wait", "Wait until compaction ends.")] = False,
     status: Annotated[bool, flag("--status", "Only show whether compaction runs.")] = False,

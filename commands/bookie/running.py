@@ -10,8 +10,6 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import FindingsError, NotFound, TimedOut, Unreachable, UsageError
 from bkctl.redaction import is_secret_name
@@ -20,7 +18,7 @@ from ..kit.audit import shown_uri
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
-from ..kit.options import DryRun, WatchOption, combined, count_option, duration_option, flag, option
+from ..kit.options import DryRun, WatchOption, combined, count_option, duration_option, flag, option, word
 from ..kit.texts import GREEN, RED, YELLOW, plain_lines
 from .server import BookieServerOption, Server, ServerChoice, registered_bookie, server
 
@@ -165,9 +163,7 @@ def config(
     run: Run,
     which: BookieServerOption,
     changed: SettingsToSet,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Only these settings; * and ? stand for any characters.")
-    ] = None,
+    names: Annotated[list[str] | None, word("NAME", "Only these settings; * and ? stand for any characters.")] = None,
     show_secrets: Annotated[bool, flag("--show-secrets", "Print passwords and tokens, too.")] = False,
     dry_run: DryRun = False,
 ) -> None:

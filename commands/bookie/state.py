@@ -7,14 +7,12 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Annotated
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable, Unsupported
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of
-from ..kit.options import DryRun, WatchOption, flag
+from ..kit.options import DryRun, WatchOption, flag, word
 from ..kit.texts import GREEN, RED, YELLOW
 from .server import BOOKIE, URL, BookieServerOption, Patience, Server, WaitDeadline, finder, server
 
@@ -142,9 +140,7 @@ READ_ONLY_COLUMNS = Columns(
 def readonly(
     run: Run,
     which: BookieServerOption,
-    wanted: Annotated[
-        Switch | None, typer.Argument(metavar="on|off", help="The new state (default: show the state).")
-    ] = None,
+    wanted: Annotated[Switch | None, word("on|off", "The new state (default: show the state).")] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Show or switch a bookie's read-only state.

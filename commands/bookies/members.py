@@ -7,15 +7,13 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable, UsageError
 from bkctl.ids import check_bookie_id
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
-from ..kit.options import DryRun, UndoOption, WatchOption, flag
+from ..kit.options import DryRun, UndoOption, WatchOption, flag, word
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from ..kit.values import percentage
 
@@ -27,8 +25,8 @@ if TYPE_CHECKING:
 
 app = group()
 
-ManyBookies = Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")]
-OneBookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
+ManyBookies = Annotated[list[str], word("BOOKIE", "The bookies.")]
+OneBookie = Annotated[str, word("BOOKIE", "The bookie.")]
 racks_app = group("Show and change the racks of bookies.")
 app.add_typer(racks_app, name="racks")
 
@@ -298,7 +296,7 @@ def _show_row(cluster: Cluster, bookie_id: str) -> PlainRow:
 @command(app, "show", connects=True, prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS))
 def show(
     run: Run,
-    bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
+    bookies: Annotated[list[str], word("BOOKIE", "The bookies.")],
     watch: WatchOption,
     ledgers: Annotated[
         bool, flag("--ledgers", "Count the ledgers on each bookie; reads the metadata of every ledger.")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Annotated
 
-import typer
-
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import UsageError
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import WatchOption, count_option, flag
+from ..kit.options import WatchOption, count_option, flag, word
 from ..kit.texts import RED, YELLOW, counted
 from .members import bookie_ids, find_racks
 
@@ -54,9 +52,7 @@ def show_stop_risks(
         int | None,
         count_option("--min-replicas", "Replicas of each entry that must remain (default 1; --for-good: ack quorum)."),
     ],
-    bookies: Annotated[
-        list[str] | None, typer.Argument(metavar="BOOKIE", help="The bookies; with --max also none.")
-    ] = None,
+    bookies: Annotated[list[str] | None, word("BOOKIE", "The bookies; with --max also none.")] = None,
     for_good: Annotated[
         bool, flag("--for-good", "Ask about bookies that would not return, rather than a restart.")
     ] = False,

@@ -9,15 +9,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, UsageError
 
 from ..kit.columns import Output, PlainRow, RowOrder, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.next_steps import next_column
-from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, flag
+from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, flag, word
 from ..kit.records import (
     CheckedFiles,
     DirOption,
@@ -46,9 +44,8 @@ R = TypeVar("R", "LogUse", "EntryLogSummary")
 
 LogNames = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="LOG",
-        help="Entry logs: decimal or 0x id, scoped/ID, file name, path, directory (default: all of --dir or --conf).",
+    word(
+        "LOG", "Entry logs: decimal or 0x id, scoped/ID, file name, path, directory (default: all of --dir or --conf)."
     ),
 ]
 

@@ -417,3 +417,8 @@ def flag(text: str, help: str, *more: str, **settings: Any) -> Any:
     """Return the option `text`, such as `--all` or `--file FILE`; `more` are other flags, `settings` Typer's."""
     name, _, metavar = text.partition(" ")
     return typer.Option(name, *more, metavar=metavar or None, help=help, **settings)
+
+
+def word(metavar: str, help: str, **settings: Any) -> Any:
+    """Return the argument `metavar`, such as `BOOKIE`; `settings` are Typer's."""
+    return typer.Argument(metavar=metavar, help=help, **settings)

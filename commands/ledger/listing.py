@@ -10,8 +10,6 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, base64_text
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -154,8 +152,7 @@ def list_ledgers(
     after: Annotated[str | None, flag("--after LEDGER", "List only ledgers after this one.")] = None,
     count: Annotated[bool, flag("--count", "Print only the number of ledgers.")] = False,
     by: Annotated[
-        SummedBy | None,
-        typer.Option("--by", help="Print one row an application: its ledgers, bytes and biggest ledger."),
+        SummedBy | None, flag("--by", "Print one row an application: its ledgers, bytes and biggest ledger.")
     ] = None,
     keep_going: Annotated[bool, flag("--keep-going", "Skip metadata that cannot be read (exit code 3 then).")] = False,
 ) -> None:

@@ -9,15 +9,13 @@ from functools import partial
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 
 from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import LedgerToCreate, NewLedger
-from ..kit.options import CustomMetadata, LedgerPassword, LedgerShape, LedgerSizes, ProtocolOption, size_option
+from ..kit.options import CustomMetadata, LedgerPassword, LedgerShape, LedgerSizes, ProtocolOption, size_option, word
 from .listing import LEDGER_COLUMNS
 
 if TYPE_CHECKING:
@@ -46,9 +44,7 @@ def write(
     password: LedgerPassword,
     record_size: Annotated[int | None, size_option("--record-size", "Write entries of this size instead of lines.")],
     protocol: ProtocolOption,
-    files: Annotated[
-        list[str] | None, typer.Argument(help="Files to write (default and -: stdin), in this order.", metavar="FILE")
-    ] = None,
+    files: Annotated[list[str] | None, word("FILE", "Files to write (default and -: stdin), in this order.")] = None,
 ) -> None:
     """Write files or stdin into a new ledger, and close it.
 

@@ -11,14 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Output, PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
-from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option, flag
+from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option, flag, word
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
 
@@ -72,7 +70,7 @@ NODE_COLUMNS = Columns(
 @command(app, "get", connects=True, prints=object_of(NODE_COLUMNS))
 def get(
     run: Run,
-    path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
+    path: Annotated[str, word("PATH", "Path below the cluster's root, such as cookies/BOOKIE.")],
     format: BinaryFormatOption = None,
     show_secrets: Annotated[bool, flag("--show-secrets", "Print values that hold a ledger password, too.")] = False,
 ) -> None:
@@ -142,7 +140,7 @@ def _drawn(columns: Columns) -> Columns:
 def tree(
     run: Run,
     depth: Annotated[int | None, count_option("--depth", "List only N levels below the start.")],
-    path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
+    path: Annotated[str, word("PATH", "Where to start (default: the root).")] = "",
     match: Annotated[
         str | None,
         flag("--match PATTERN", "Only nodes whose name, or path, matches; * and ? stand for any characters."),
@@ -219,11 +217,7 @@ def undo_command(
     run: Run,
     file: Annotated[
         Path | None,
-        typer.Argument(
-            help="The undo file that a command wrote: its name in --list, or a path.",
-            metavar="FILE",
-            show_default=False,
-        ),
+        word("FILE", "The undo file that a command wrote: its name in --list, or a path.", show_default=False),
     ] = None,
     last: Annotated[bool, flag("--last", "Undo the last command that changed this store.")] = False,
     list_files: Annotated[bool, flag("--list", "List the undo files, oldest first.")] = False,

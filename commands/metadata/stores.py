@@ -10,8 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
@@ -19,7 +17,7 @@ from ..kit.access import LoginOfTarget
 from ..kit.columns import Output, PlainRow
 from ..kit.command import Access, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
-from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag
+from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag, word
 from ..kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
@@ -210,11 +208,9 @@ _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' w
 @command(app, "diff", connects=True, prints=rows_of(DIFFERENCE_COLUMNS))
 def diff(
     run: Run,
-    first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
+    first: Annotated[str, word("FIRST", _SOURCE_HELP)],
     pace: RecordPace,
-    second: Annotated[
-        str | None, typer.Argument(metavar="SECOND", help=f"{_SOURCE_HELP} Default: the connection's cluster.")
-    ] = None,
+    second: Annotated[str | None, word("SECOND", f"{_SOURCE_HELP} Default: the connection's cluster.")] = None,
 ) -> None:
     """Compare the metadata of two stores or exports.
 

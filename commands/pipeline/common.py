@@ -9,15 +9,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
-import typer
-
 from bkctl.columns import Columns
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
-from ..kit.options import combined, flag, option, parameter
+from ..kit.options import combined, flag, option, parameter, word
 from ..kit.settings import SETTINGS
 from ..kit.texts import counted
 from .page import Section, write_pages
@@ -57,9 +55,9 @@ def sums_of(rows: Iterable[Any]) -> Sums:
 
 By = TypeVar("By")
 
-PLACES = typer.Argument(
-    metavar="PLACE",
-    help="Bookies' files: directories, bk_server.conf files, or BOOKIE_ID=DIRECTORY without a cookie "
+PLACES = word(
+    "PLACE",
+    "Bookies' files: directories, bk_server.conf files, or BOOKIE_ID=DIRECTORY without a cookie "
     "(default: --conf, else the local cluster that is up).",
 )
 

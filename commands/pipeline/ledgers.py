@@ -10,15 +10,13 @@ from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import AnyLedgers, scope_option
-from ..kit.options import DryRun, combined, duration_option, flag, option
+from ..kit.options import DryRun, combined, duration_option, flag, option, word
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
 from .common import PLACES, SparkOptions, bookies_at, check_cluster, connection_options, ledger_of, spark_job
@@ -48,9 +46,7 @@ def extract(
     run: Run,
     *,
     places: Annotated[list[str] | None, PLACES] = None,
-    uri: Annotated[
-        str, typer.Argument(metavar="URI", help="Where facts go: a directory, file://, s3://, hdfs:// or gs://.")
-    ],
+    uri: Annotated[str, word("URI", "Where facts go: a directory, file://, s3://, hdfs:// or gs://.")],
     full: Annotated[bool, flag("--full", "Read logs again that were extracted before.")] = False,
     keep: Annotated[
         float, duration_option("--keep", "Keep superseded files this long, for jobs that read them.", default="1h")
@@ -132,9 +128,7 @@ COPY_COLUMNS = Columns(
 @command(app, "export", connects=True, prints=rows_of(EXPORT_COLUMNS))
 def export(
     run: Run,
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="Directory to create: a local path, or a URI that Spark writes to.")
-    ],
+    path: Annotated[str, word("PATH", "Directory to create: a local path, or a URI that Spark writes to.")],
     which: AnyLedgers,
     spark: SparkOptions,
     saves: SaveRows,
@@ -188,7 +182,7 @@ def export(
 @command(app, "import", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
 def import_(
     run: Run,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory that 'pipeline export' created.")],
+    path: Annotated[str, word("PATH", "A directory that 'pipeline export' created.")],
     to_scope_id: Annotated[
         int | None,
         scope_option(
