@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
+from bkctl.http import load_console, load_server
+from bkctl.metadata.store import TLS_REFRESH_S
 
 from .bookie.server import BookieServerOption, server
-from .kit.command import Access, LongWork, Printer, Run, command, group, object_of
+from .kit.columns import PlainRow
+from .kit.command import Printer, Run, command, group, object_of
 from .kit.options import DryRun, flag, size_option, word
 from .kit.texts import plain_lines
 from .kit.values import parse_number
@@ -31,22 +32,9 @@ app = group()
 console_app = group()
 
 
-def _file(flag: str, help: str) -> Any:
-    return typer.Option(flag, metavar="FILE", help=help)
-
-
-GivenFile = Path | None
-BookieTokenFile = Annotated[GivenFile, _file("--bookie-token-file", "The token of the bookies' servers (else none).")]
-
-
-class Gateway(NamedTuple):
-    """A running gateway."""
-
-    url: str
-    metadata_uri: str
-    authentication: str
-
-
+BookieTokenFile = Annotated[
+    Path | None, flag("--bookie-token-file FILE", "The token of the bookies' servers (else none).")
+]
 GATEWAY_COLUMNS = Columns(
     Column("URL", "url", "url"),
     Column("METADATA URI", "metadataUri", "metadata_uri"),
@@ -62,18 +50,20 @@ def serve(
     host: Annotated[str, flag("--host HOST", "The address to listen on.")] = "127.0.0.1",
     port: Annotated[str, flag("--port PORT", "The port to listen on; 0: any.")] = "8080",
     token_file: Annotated[
-        GivenFile, _file("--token-file", "Clients must send this token (else BKCTL_API_TOKEN).")
+        Path | None, flag("--token-file FILE", "Clients must send this token (else BKCTL_API_TOKEN).")
     ] = None,
     bookie_token_file: BookieTokenFile = None,
     read_only_token_file: Annotated[
-        GivenFile, _file("--read-only-token-file", "Clients that send this token may read, without secrets.")
+        Path | None, flag("--read-only-token-file FILE", "Clients that send this token may read, without secrets.")
     ] = None,
-    server_certificate: Annotated[GivenFile, _file("--server-cert", "Serve https with this PEM certificate.")] = None,
+    server_certificate: Annotated[
+        Path | None, flag("--server-cert FILE", "Serve https with this PEM certificate.")
+    ] = None,
     server_key: Annotated[
-        GivenFile, _file("--server-key", "Private key of --server-cert, if not in the same file.")
+        Path | None, flag("--server-key FILE", "Private key of --server-cert, if not in the same file.")
     ] = None,
     client_ca: Annotated[
-        GivenFile, _file("--client-ca", "Accept clients whose certificate these authorities (PEM) signed.")
+        Path | None, flag("--client-ca FILE", "Accept clients whose certificate these authorities (PEM) signed.")
     ] = None,
     closed_probes: Annotated[bool, flag("--closed-probes", "/heartbeat requires the token too.")] = False,
 ) -> None:
@@ -88,11 +78,8 @@ def serve(
 
     $ bkctl api serve --port 8080
     """
-    from bkctl.http import load_server
-
     load_server()
     from bkctl.http.server_settings import HttpSettings, read_token, tls_context
-    from bkctl.metadata.store import TLS_REFRESH_S
 
     number = _port(port)
     if server_certificate is None and (server_key or client_ca):
@@ -108,7 +95,7 @@ def serve(
     settings = HttpSettings(host, number, token, server_tls, read_only_token, not closed_probes, source).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
-    _serve(run.access, run.job, settings, bookie_token_file, partial(_show, run.out, settings))
+    _serve(run, settings, bookie_token_file, partial(_show, run.out, settings))
 
 
 def _port(text: str) -> int:
@@ -119,51 +106,36 @@ def _port(text: str) -> int:
 
 
 def _serve(
-    access: Access, job: LongWork, settings: HttpSettings, bookie_token_file: Path | None,
-    serving: Callable[[str, str, Path | None], None], *, link_key: str | None = None,
+    run: Run, settings: HttpSettings, bookie_token_file: Path | None, serving: Callable[[str, str, Path | None], None],
+    *, link_key: str | None = None,
 ) -> None:  # fmt: skip
     """Serve until a signal; call `serving` with the URL, the metadata URI and the file of a token that was made."""
-    from bkctl.http import load_server
     from bkctl.http.server_settings import read_token
-    from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.tasks import ended_by_signals
 
-    http = load_server()
-    connection = access.connection()
-    security = access.security(connection)
-    tls, addresses = access.bookie_tls(TLS_REFRESH_S), access.bookie_addresses()
-    config = access.client_config()
+    http, connection = load_server(), run.access.connection()
+    tls = run.access.bookie_tls(TLS_REFRESH_S)
+    service = partial(
+        http.Service, connection.uri, security=run.access.security(connection), timeout_s=run.access.timeout_s, tls=tls,
+        addresses=run.access.bookie_addresses(), config=run.access.client_config(),
+    )  # fmt: skip
     bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
-    upstream = http.Upstream(bookie_token, tls, access.timeout_s)
-    job.log()
+    upstream = http.Upstream(bookie_token, tls, run.access.timeout_s)
+    run.job.log()
     server = http.HttpServer(settings)
     port_number = server.bind()
     stopped = threading.Event()
     with ended_by_signals(stopped.set):
-        server.start(
-            lambda: http.Service(
-                connection.uri, security=security, timeout_s=access.timeout_s, tls=tls, addresses=addresses,
-                config=config,
-            ),
-            upstream=upstream,
-            link_key=link_key,
-        )  # fmt: skip
+        server.start(service, upstream=upstream, link_key=link_key)
         try:
-            host = settings.host
-            serving(
-                f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}",
-                connection.uri, server.token_file,
-            )  # fmt: skip
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            serving(f"{settings.protocol}://{host}:{port_number}", connection.uri, server.token_file)
             stopped.wait()
         finally:
             server.stop()
 
 
-def _show(out: Printer, settings: HttpSettings, url: str, metadata_uri: str, made: Path | None) -> None:
-    out.show(Gateway(url, metadata_uri, _authentication(settings, made)), GATEWAY_COLUMNS)
-
-
-def _authentication(settings: HttpSettings, token_file: Path | None) -> str:
+def _show(out: Printer, settings: HttpSettings, url: str, metadata_uri: str, token_file: Path | None) -> None:
     import ssl
 
     ways = ["token"] if settings.token is not None else []
@@ -171,7 +143,8 @@ def _authentication(settings: HttpSettings, token_file: Path | None) -> str:
         ways.append(f"token in {token_file}")
     if settings.tls is not None and settings.tls.verify_mode is ssl.CERT_REQUIRED:
         ways.append("certificate")
-    return " and ".join(ways) or "none"
+    row = PlainRow(url=url, metadata_uri=metadata_uri, authentication=" and ".join(ways) or "none")
+    out.show(row, GATEWAY_COLUMNS)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -189,14 +162,7 @@ PathArgument = Annotated[
 ]
 
 
-class PlannedRequest(NamedTuple):
-    """A request that a dry run does not send."""
-
-    method: str
-    url: str
-    body_size_bytes: int | None
-
-
+#: A request that a dry run does not send.
 REQUEST_COLUMNS = Columns(
     Column("METHOD", "method", "method"),
     Column("URL", "url", "url"),
@@ -269,7 +235,8 @@ def _call(
         client = found.api.client
         if dry_run:
             url = f"{found.url}{client.target(path, found.api.query)}"
-            run.out.show(PlannedRequest(method, url, None if body is None else len(body)), REQUEST_COLUMNS)
+            size_bytes = None if body is None else len(body)
+            run.out.show(PlainRow(method=method, url=url, body_size_bytes=size_bytes), REQUEST_COLUMNS)
             return
         client.target(path)  # An invalid path is refused before the user is asked.
         if method == "DELETE":
@@ -320,13 +287,7 @@ def _body(text: str) -> bytes:
 # --- the console ------------------------------------------------------------------------------------------------------
 
 
-class OpenConsole(NamedTuple):
-    """A console that is being served; `url` opens it once."""
-
-    url: str
-    metadata_uri: str
-
-
+#: A console that is being served; its URL opens it once.
 CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "metadataUri", "metadata_uri"), key="url")
 
 
@@ -348,18 +309,16 @@ def console(
     """
     import secrets
 
-    from bkctl.http import load_console
-
     load_console()
     from bkctl.http.server_settings import HttpSettings
 
     settings, key = HttpSettings("127.0.0.1", _port(port)), secrets.token_urlsafe(24)
-    _serve(run.access, run.job, settings, bookie_token_file, partial(_announce, run.out, key, browser), link_key=key)
+    _serve(run, settings, bookie_token_file, partial(_announce, run.out, key, browser), link_key=key)
 
 
 def _announce(out: Printer, key: str, browser: bool, url: str, metadata_uri: str, made: Path | None) -> None:
     link = f"{url}/console/enter?key={key}"
-    out.show(OpenConsole(link, metadata_uri), CONSOLE_COLUMNS)
+    out.show(PlainRow(url=link, metadata_uri=metadata_uri), CONSOLE_COLUMNS)
     if browser:
         import webbrowser
 

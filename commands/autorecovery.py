@@ -7,11 +7,28 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
+from bkctl.bookie.cookies import bookie_id_of
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
+from bkctl.config import BookieConfig
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
+from bkctl.metadata.admin.auto_recovery import (
+    MarkFilter,
+    auto_recovery_of,
+    check_in_ensembles,
+    list_marks,
+    list_votes,
+    list_work,
+    mark_ledgers,
+    recovery_status,
+    reset_clocks,
+    stored_marks,
+    unmark_ledgers,
+)
+from bkctl.metadata.store import TLS_REFRESH_S
+from bkctl.metadata.underreplication import AuditorCheck
 
 from .kit.columns import COUNT_COLUMNS, PlainRow
-from .kit.command import Printer, Run, command, group, object_of, rows_of
+from .kit.command import Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option, flag, word
@@ -20,9 +37,6 @@ from .kit.values import parse_duration, tap
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from bkctl.config import BookieConfig
-    from bkctl.metadata.underreplication import AuditorCheck, MarkChange
 
 app = group()
 
@@ -58,17 +72,18 @@ def run_auto_recovery(
 
     $ bkctl autorecovery run --conf bk_server.conf
     """
-    from bkctl.config import BookieConfig
+    import socket
+
     from bkctl.daemon import recovery_server
-    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
-    from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.replication.daemon import AutoRecovery, serve
 
     if scopes_only and scope_0_only:
         raise UsageError("--scopes-only and --scope-0-only are given", hint="give one of them, or none for all scopes")
     config = BookieConfig() if run.access.conf is None else run.access.config()
     scopes = {False, True} - ({False} if scopes_only else set()) - ({True} if scope_0_only else set())
-    bookie_id = own_id or _own_id(config)
+    # As Apache's has it: the id of the bookie that the configuration is of; without one, this process.
+    is_bookie = config.bookie_id is not None or config.conf_path is not None
+    bookie_id = own_id or (bookie_id_of(config) if is_bookie else f"{socket.gethostname()}:{os.getpid()}")
     run.job.log()
     auto_recovery_of(run.cluster)
     auto_recovery = AutoRecovery(
@@ -79,17 +94,6 @@ def run_auto_recovery(
     row = PlainRow(bookie_id=bookie_id, default_scope=False in scopes, other_scopes=True in scopes, pid=os.getpid())
     with recovery_server(auto_recovery):
         run.job.complete(serve(auto_recovery, started=lambda: run.out.show(row, RUNNING_COLUMNS)))
-
-
-def _own_id(config: BookieConfig) -> str:
-    """Return the id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
-    import socket
-
-    from bkctl.bookie.cookies import bookie_id_of
-
-    if config.bookie_id is None and config.conf_path is None:
-        return f"{socket.gethostname()}:{os.getpid()}"
-    return bookie_id_of(config)
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
@@ -119,8 +123,6 @@ def status(run: Run, watch: WatchOption) -> None:
 
     $ bkctl autorecovery status
     """
-    from bkctl.metadata.admin.auto_recovery import recovery_status
-
     problems: list[BkctlError] = []
     run.out.watch(watch, partial(recovery_status, run.cluster, problems), STATUS_COLUMNS, single=True)
     run.out.raise_first(problems[:1])
@@ -134,8 +136,6 @@ SWITCH_COLUMNS = Columns(
 
 
 def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
-    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
-
     with run.consent.recorded(run.cluster, undo) as recorded:
         state = auto_recovery_of(recorded)
         try:
@@ -218,7 +218,6 @@ def list_marked(
     $ bkctl autorecovery list
     """
     from bkctl.client.ledger_survey import why_not_replicated
-    from bkctl.metadata.admin.auto_recovery import MarkFilter, list_marks
 
     problems: list[BkctlError] = []
     chosen = MarkFilter(missing or (), not_missing or (), older_than)
@@ -246,8 +245,6 @@ def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
 
     $ bkctl autorecovery workers
     """
-    from bkctl.metadata.admin.auto_recovery import list_work
-
     run.out.watch(watch, partial(list_work, run.cluster, scope), LOCK_COLUMNS)
 
 
@@ -278,19 +275,14 @@ def mark(
     """
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
-    from bkctl.metadata.admin.auto_recovery import auto_recovery_of, check_in_ensembles, mark_ledgers
 
     if not auto_recovery_of(run.cluster).settings.is_enabled():
         run.out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
     check_in_ensembles(run.cluster, ledgers, missing)
     with run.out.rows(MARKED_COLUMNS) as writer, run.consent.recorded(run.cluster, undo) as recorded:
+        text = f"was marked for {', '.join(missing)} already"
         marked = mark_ledgers(recorded, ledgers, missing, dry_run=dry_run)
-        writer.rows(tap(marked, partial(_note_unchanged, run.out, missing)))
-
-
-def _note_unchanged(out: Printer, missing: list[str], row: MarkChange) -> None:
-    if not row.changed:
-        out.note(f"Ledger {row.ledger} was marked for {', '.join(missing)} already")
+        writer.rows(tap(marked, lambda row: row.changed or run.out.note(f"Ledger {row.ledger} {text}")))
 
 
 @command(app, "unmark", connects=True, asks=True, changes=True, prints=rows_of(MARKED_COLUMNS))
@@ -301,8 +293,6 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
 
     $ bkctl autorecovery unmark 12 --yes
     """
-    from bkctl.metadata.admin.auto_recovery import stored_marks, unmark_ledgers
-
     marks = stored_marks(run.cluster, ledgers)
     run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
     if marks and not dry_run:
@@ -332,8 +322,6 @@ def auditor(run: Run, all_votes: Annotated[bool, flag("--all", "Show candidates 
 
     $ bkctl autorecovery auditor
     """
-    from bkctl.metadata.admin.auto_recovery import list_votes
-
     problems: list[BkctlError] = []
     votes = list_votes(run.cluster, problems, every=all_votes)
     if not votes and not problems:
@@ -344,8 +332,6 @@ def auditor(run: Run, all_votes: Annotated[bool, flag("--all", "Show candidates 
 
 #: The auditor's periodic checks as --reset-clock names them → their names in AuditorCheck.
 CHECKS: Final = {"all-ledgers": "ALL_LEDGERS", "placement": "PLACEMENT_POLICY", "replicas": "REPLICAS"}
-
-
 #: The id of the auditor that was asked to audit.
 AUDITED_COLUMNS = Columns(Column("AUDITOR", "auditorId", str), key="auditorId")
 CLOCK_COLUMNS = Columns(
@@ -358,8 +344,6 @@ CLOCK_COLUMNS = Columns(
 
 def _checks(texts: str) -> dict[str, AuditorCheck]:
     """Return the checks that `texts` names, by these names."""
-    from bkctl.metadata.underreplication import AuditorCheck
-
     try:
         return {name: AuditorCheck[CHECKS[name]] for name in map(str.strip, texts.split(","))}
     except KeyError:
@@ -385,8 +369,6 @@ def audit(
 
     $ bkctl autorecovery audit
     """
-    from bkctl.metadata.admin.auto_recovery import auto_recovery_of, reset_clocks
-
     checks = {} if reset_clock is None else _checks(reset_clock)
     if not checks:
         run.out.show(auto_recovery_of(run.cluster).trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
@@ -417,8 +399,6 @@ def delay(
 
     $ bkctl autorecovery delay
     """
-    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
-
     state = auto_recovery_of(run.cluster)
     if seconds is None:
         stored = state.settings.lost_bookie_recovery_delay_s()

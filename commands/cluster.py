@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
+from bkctl.http.server_url import bookie_url
+from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
+from bkctl.metadata.admin.health import (
+    HealthCheckSwitch,
+    HealthFinding,
+    HealthMutes,
+    health_findings,
+    unknown_bookie_findings,
+)
 from bkctl.metadata.admin.health_codes import HealthCode
+from bkctl.metadata.admin.nuke import nuke, plan_nuke
+from bkctl.metadata.admin.overview import cluster_info, count_ledgers_of_bookies
+from bkctl.metadata.cluster import Cluster, RegisteredBookie, init_cluster, new_layout
+from bkctl.metadata.underreplication import AuditorElection, LedgerMarks
+from bkctl.metadata.uri import parse_uri
 
 from .kit.audit import user_name
 from .kit.columns import Output, PlainRow
@@ -27,8 +41,6 @@ if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieApi
     from bkctl.http.bookie_load import BookieVitals
     from bkctl.http.client import ApiClient
-    from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 app = group()
 health_app = group("Show what is wrong with the cluster, and mute findings.", default="show")
@@ -64,8 +76,6 @@ def info(run: Run) -> None:
 
     $ bkctl cluster info
     """
-    from bkctl.metadata.admin.overview import cluster_info
-
     run.out.show(cluster_info(run.cluster), INFO_COLUMNS)
 
 
@@ -145,8 +155,6 @@ def status(
     $ bkctl cluster status
     """
     from bkctl.client.disk_space import BookieSpace, member_space
-    from bkctl.metadata.admin.overview import count_ledgers_of_bookies
-    from bkctl.metadata.cluster import RegisteredBookie
 
     run.cluster.layout()
     members, counts = run.cluster.bookies.list(), None
@@ -222,8 +230,6 @@ def find_all(run: Run, look: Look) -> list[HealthFinding]:
     from bkctl.client.disk_space import disk_findings
     from bkctl.client.ledger_survey import LedgerSurvey, published_survey, rack_findings, survey_ledgers
     from bkctl.http.bookie_load import full_bookies, vitals_findings, without_moved
-    from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
-    from bkctl.metadata.underreplication import LedgerMarks
 
     from .bookies.members import find_placement
 
@@ -286,7 +292,6 @@ def _metrics_client(run: Run, url: str) -> ApiClient:
 def metrics_api(run: Run, bookie: RegisteredBookie) -> BookieApi:
     """Return the HTTP server of a bookie, which has `metrics_wait_s` to answer."""
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
 
     return BookieApi(_metrics_client(run, bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
 
@@ -312,8 +317,6 @@ def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
     $ bkctl cluster health show
     $ bkctl cluster health show --watch
     """
-    from bkctl.metadata.underreplication import AuditorElection
-
     find = partial(_find_open, run, look)
     if watch is not None:
         run.out.watch(watch, lambda: find()[0], HEALTH_COLUMNS, key=attrgetter("code", "subject"))
@@ -346,8 +349,6 @@ def _panel(finding: HealthFinding, *, color: bool) -> str:
 
 def _find_open(run: Run, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
     """Return the findings, and those that are muted."""
-    from bkctl.metadata.admin.health import HealthMutes
-
     found = find_all(run, look)
     codes = {mute.code for mute in HealthMutes(run.cluster).active()}
     return [each for each in found if each.code not in codes], [each for each in found if each.code in codes]
@@ -389,9 +390,6 @@ def health_detail(run: Run, look: HealthLook) -> None:
 
     $ bkctl cluster health detail
     """
-    from bkctl.metadata.admin.health import HealthMutes
-    from bkctl.metadata.underreplication import AuditorElection
-
     with run.job.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(run.cluster).active()}
         found = find_all(run, look)
@@ -434,8 +432,6 @@ def mute_health(
 
     $ bkctl cluster health mute bookie-down --for 2h
     """
-    from bkctl.metadata.admin.health import HealthMutes
-
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
     with run.consent.recorded(run.cluster, undo) as recorded:
@@ -448,8 +444,6 @@ def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
 
     $ bkctl cluster health unmute bookie-down
     """
-    from bkctl.metadata.admin.health import HealthMutes
-
     with run.consent.recorded(run.cluster, undo) as recorded:
         run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
@@ -460,8 +454,6 @@ def list_mutes(run: Run) -> None:
 
     $ bkctl cluster health mutes
     """
-    from bkctl.metadata.admin.health import HealthMutes
-
     run.out.render(HealthMutes(run.cluster).active(), MUTE_COLUMNS)
 
 
@@ -478,8 +470,6 @@ def healthcheck_status(run: Run) -> None:
 
     $ bkctl cluster healthcheck status
     """
-    from bkctl.metadata.admin.health import HealthCheckSwitch
-
     run.out.show(PlainRow(enabled=HealthCheckSwitch(run.cluster).is_enabled(), changed=None), CHECK_COLUMNS)
 
 
@@ -502,8 +492,6 @@ def healthcheck_disable(run: Run, undo: UndoOption = None) -> None:
 
 
 def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
-    from bkctl.metadata.admin.health import HealthCheckSwitch
-
     with run.consent.recorded(run.cluster, undo) as recorded:
         changed = HealthCheckSwitch(recorded).set(enabled)
     run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
@@ -553,9 +541,6 @@ def init(
 
     $ bkctl cluster init --metadata-uri sqlite:///metadata.db
     """
-    from bkctl.metadata.cluster import init_cluster, new_layout
-    from bkctl.metadata.uri import parse_uri
-
     location = parse_uri(run.access.connection().uri)
     layout = new_layout(location, long_long=long_long_layout)
     if not dry_run:
@@ -609,9 +594,6 @@ def nuke_cluster(
     $ bkctl cluster nuke --dry-run
     $ bkctl cluster nuke --backup metadata.ndjson
     """
-    from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
-    from bkctl.metadata.admin.nuke import nuke, plan_nuke
-
     with run.job.working("Counting ledgers"):
         plan = plan_nuke(run.cluster)
     named = yes_really if instance_id is None else instance_id

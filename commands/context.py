@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
+from bkctl.metadata.uri import parse_uri
 
 from .kit.access import context_connection, context_names
+from .kit.columns import PlainRow
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.contexts import Contexts
 from .kit.options import OldName, flag, word
@@ -20,20 +22,12 @@ from .kit.texts import GREEN
 app = group()
 
 
-class ContextRow(NamedTuple):
-    """A context; one of them is current."""
-
-    name: str
-    options: GlobalOptions
-    is_current: bool
-
-
 def _column(setting: Setting) -> Column:
     """Return the column of a context's setting, which is left out of JSON where it is not set."""
     first, *words = setting.key.split("-")
     name, title = first + "".join(map(str.capitalize, words)), setting.key.replace("-", " ").upper()
 
-    def value(row: ContextRow) -> Any:
+    def value(row: PlainRow) -> Any:
         given = getattr(row.options, setting.field)
         return setting.to_toml(given) if given else None
 
@@ -54,9 +48,11 @@ LIST_COLUMNS = Columns(*CONTEXT_COLUMNS.columns[:3], key="name", none="No contex
 ContextName = Annotated[str, word("CONTEXT", "The context.")]
 
 
-def _row(contexts: Contexts, name: str) -> ContextRow:
+def _row(contexts: Contexts, name: str, **changes: bool) -> PlainRow:
+    """Return a context; one of them is current."""
     found = context_connection(name, os.environ)
-    return ContextRow(name, replace(found.settings, metadata_uri=found.uri), name == contexts.current)
+    options = replace(found.settings, metadata_uri=found.uri)
+    return PlainRow(**{"name": name, "options": options, "is_current": name == contexts.current, **changes})
 
 
 @command(app, "list", prints=rows_of(LIST_COLUMNS))
@@ -102,7 +98,6 @@ def add(
     $ bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use
     """
     options = run.access.given_options()
-    from bkctl.metadata.uri import parse_uri
 
     location = parse_uri(run.access.given_connection().uri)
     if location.security is not None:
@@ -110,10 +105,8 @@ def add(
             "A context keeps no login or TLS in its URI",
             hint="give --metadata-user and --metadata-password-file, --metadata-tls-ca …",
         )
-    given = {setting.field: getattr(options, setting.field) for setting in CONTEXT_SETTINGS}
-    kept: dict[str, Any] = {
-        name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()
-    }
+    given: dict[str, Any] = {setting.field: getattr(options, setting.field) for setting in CONTEXT_SETTINGS}
+    kept = {name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()}
     context = GlobalOptions(**{**kept, "metadata_uri": location.text})
     contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)
     if use:
@@ -129,9 +122,9 @@ def use(run: Run, name: ContextName) -> None:
 
     $ bkctl context use prod
     """
-    row = _row(Contexts.read(os.environ), name)
+    row = _row(Contexts.read(os.environ), name, is_current=True)
     Contexts.read(os.environ).use(name)
-    run.out.show(row._replace(is_current=True), CONTEXT_COLUMNS)
+    run.out.show(row, CONTEXT_COLUMNS)
 
 
 @command(app, "rename", changes=True, prints=object_of(CONTEXT_COLUMNS))
@@ -154,7 +147,7 @@ def delete(run: Run, name: ContextName) -> None:
     """
     contexts = Contexts.read(os.environ)
     contexts.get(name)  # The file must have it.
-    row = _row(contexts, name)
+    row = _row(contexts, name, is_current=False)
     run.consent.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
     contexts.delete(name)
-    run.out.show(row._replace(is_current=False), CONTEXT_COLUMNS)
+    run.out.show(row, CONTEXT_COLUMNS)

@@ -8,7 +8,9 @@ from typing import Annotated, Final
 
 from bkctl import __version__
 from bkctl.columns import Column, Columns, Kind
+from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists
+from bkctl.metadata.admin.overview import cluster_info
 
 from .cluster import Look, find_all, metrics_api, metrics_wait_s
 from .kit.columns import object_of
@@ -46,9 +48,7 @@ def bundle(
     """
     import tarfile
 
-    from bkctl.disk import atomic_write
     from bkctl.http.bundle import Bundle, add_cluster
-    from bkctl.metadata.admin.overview import cluster_info
 
     if file.exists():
         raise AlreadyExists(f"{file} exists", hint="choose another file")

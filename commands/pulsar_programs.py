@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from bkctl.bookie.cookies import bookie_id_of
+from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
 from bkctl.redaction import is_secret_name
 from bkctl.rocksdb_conf import PREFIX, update_from_env
@@ -139,9 +141,6 @@ def _instance_id(conf: str) -> str:
 
 
 def _bookie_id(conf: str) -> str:
-    from bkctl.bookie.cookies import bookie_id_of
-    from bkctl.config import BookieConfig
-
     return bookie_id_of(BookieConfig.load(conf))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError
+from bkctl.ids import LedgerId
 
 from .kit.columns import Output, object_of
 from .kit.command import Run, command, group
@@ -56,8 +57,6 @@ async def _asked(run: Run, ask: Ask, *, asks_bookies: bool = True) -> Explanatio
 
 def explain_all(run: Run, commands: Iterable[str]) -> dict[str, Explanation]:
     """Return the explanations for commands of this group, for a bundle; those that fail are left out."""
-    from bkctl.ids import LedgerId
-
     asks: dict[str, Callable[[str, Inquiry], Awaitable[Explanation]]] = {
         "ledger": lambda subject, inquiry: inquiry.ledger(LedgerId.parse(subject)),
         "bookie": lambda subject, inquiry: inquiry.bookie(subject),

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.ids import LedgerId
+from bkctl.metadata.liveness import StoredLedgers
+from bkctl.model import LedgerLiveness
 
 from ..kit.columns import with_hex
 from ..kit.command import Run, command, group, rows_of
@@ -23,7 +26,6 @@ from .files import index_app
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
     from bkctl.checks.findings import Counts, FindDeleted
-    from bkctl.files.directories import BookieDirectories
 
 app = group()
 
@@ -177,9 +179,6 @@ def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
 
     Where none is named, none answers, or it is another one, no ledger counts as deleted, and the reason is printed.
     """
-    from bkctl.files.directories import current_of
-    from bkctl.metadata.liveness import StoredLedgers
-    from bkctl.model import LedgerLiveness
 
     def find_deleted(ledgers: Collection[LedgerId]) -> Collection[LedgerId]:
         try:

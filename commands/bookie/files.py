@@ -8,8 +8,10 @@ from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from bkctl.checks.findings import as_damage
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.files.directories import BookieFile, FileKind
 from bkctl.ids import LedgerId
 
 from ..kit.columns import PlainRow, with_hex
@@ -20,7 +22,6 @@ from ..kit.records import Directories, DirOption, ShowSecretsOption
 from ..kit.texts import words
 
 if TYPE_CHECKING:
-    from bkctl.files.directories import BookieFile
     from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
@@ -133,8 +134,6 @@ def _file_row(file: BookieFile, errors: list[BkctlError]) -> PlainRow:
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
-    from bkctl.files.directories import FileKind
-
     known = {name: each for each in FileKind for name in (each.value.lower(), words(each.value))}
     chosen = set()
     for text in texts:
@@ -243,8 +242,6 @@ def _location(entry_id: int, index: LedgerIndex) -> list[EntryLocation]:
 def _metas(
     indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool
 ) -> Iterator[PlainRow]:
-    from bkctl.checks.findings import as_damage
-
     for ledger in ledgers:
         try:
             found = indexes.open(ledger) if named else indexes.find(ledger)

@@ -10,8 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from bkctl.bookie.cookies import bookie_id_of, check_not_registered, configured_cookie, configured_directories
 from bkctl.columns import Column, Columns, Kind, value_at
+from bkctl.disk import Files
 from bkctl.errors import BkctlError, UsageError
+from bkctl.formats.entry import master_key
+from bkctl.metadata.liveness import StoredLedgers
 
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import AnyLedgers
@@ -21,7 +25,6 @@ from ..kit.texts import NULL, counted, size_text
 from .files import index_app
 
 if TYPE_CHECKING:
-    from bkctl.metadata.liveness import StoredLedgers
     from bkctl.repair.index_contents import RepairFindings
     from bkctl.repair.layout import BookieLayout
 
@@ -61,7 +64,6 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
     if not run.access.names_metadata:
         yield None
         return
-    from bkctl.metadata.liveness import StoredLedgers
 
     stored = StoredLedgers(run.cluster, layout.all)
     yield stored
@@ -199,7 +201,6 @@ def regenerate_files(
 
     $ bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run
     """
-    from bkctl.formats.entry import master_key
     from bkctl.repair.regenerate import regenerate
 
     if (which.ledgers is None) != all_ledgers:
@@ -374,9 +375,7 @@ def format_bookie(
 
     $ bkctl bookie format --conf bk_server.conf --dry-run
     """
-    from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
-    from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
     config = run.access.config()
@@ -465,9 +464,7 @@ def init(
 
     $ bkctl bookie init --conf bk_server.conf --check
     """
-    from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
     from bkctl.bookie.format import existing, init, problems_of_init
-    from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
     config = run.access.config()

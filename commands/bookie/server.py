@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from bkctl.columns import Column
+from bkctl.config import read_properties
 from bkctl.errors import NotFound, TimedOut, UsageError
+from bkctl.http.server_url import LOOPBACK, WILDCARDS, bookie_url, is_of_another_machine
 
 from ..kit.command import Run
 from ..kit.options import Composite, combined, duration_option, option
@@ -91,7 +93,6 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
     A call raises BookieUnavailable while the bookie is not registered.
     """
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
 
     url = which.url
     if url is None and which.bookie_id is None:
@@ -126,9 +127,6 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 
 def _url_of_conf(run: Run) -> str:
     """Return the HTTP server of the bookie whose configuration --conf is."""
-    from bkctl.config import read_properties
-    from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_of_another_machine
-
     if run.access.conf is None:
         raise UsageError(
             "No bookie is named", hint="add --bookie BOOKIE ('bkctl bookies list' shows them) or --bookie-url URL"

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict
+from bkctl.http.server_url import bookie_url
 from bkctl.ids import check_bookie_id
+from bkctl.replication.holdings import MovePlan, MoveProgress, plan_move
 
 from ..kit.columns import Output, PlainRow
 from ..kit.command import Run, command, group, rows_of
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
     from bkctl.replication.departure import Decommission, Drain, Step
-    from bkctl.replication.holdings import MovePlan, MoveProgress
 
 app = group()
 
@@ -159,7 +160,6 @@ def _depart(
     Of its texts `left` describes the state that an interrupted one leaves.
     """
     from bkctl.replication.departure import Drain
-    from bkctl.replication.holdings import plan_move
 
     check_bookie_id(bookie)
     with run.job.working("Looking at the ledgers"):
@@ -284,7 +284,6 @@ def _to_go_back(bookie: str) -> str:
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
     """Make the bookie read-only over its HTTP server."""
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
 
     name = bookie.bookie_id
     url = bookie_url(bookie, run.access.bookie_host(name))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import UsageError
+from bkctl.replication.holdings import StopCheck, StopSets
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
@@ -77,8 +78,6 @@ def show_stop_risks(
     $ bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good
     $ bkctl bookies ok-to-stop --max -o id
     """
-    from bkctl.replication.holdings import StopCheck
-
     if largest and watch is not None:
         raise UsageError("--max and --watch are given", hint="give one of them")
     names = bookie_ids(bookies or ()) if bookies or not largest else []
@@ -113,8 +112,6 @@ def _show_together(run: Run, names: list[str], replica_count_min: int | None) ->
 
     Raises FindingsError if no name is given, and no bookie may stop.
     """
-    from bkctl.replication.holdings import StopSets
-
     bookies = run.cluster.bookies.list()
     racks = find_racks(run, bookies)
     with run.job.working("Looking at the ledgers"):

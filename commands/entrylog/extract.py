@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from bkctl.columns import Column, Columns, Kind, value_at
+from bkctl.disk import FILE_MODE, atomic_write
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
 
@@ -267,7 +268,6 @@ def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
         if not file.is_file():
             raise UsageError(f"{file} is not a regular file", hint="write to -, and redirect that")
         run.consent.confirm(f"{file} exists and would be replaced")
-    from bkctl.disk import FILE_MODE, atomic_write
 
     try:
         with atomic_write(file, mode=FILE_MODE) as stream:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
+from bkctl.checks.garbage import LogUse, Thresholds, log_uses
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
@@ -33,7 +34,6 @@ from .listing import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bkctl.checks.garbage import LogUse, Thresholds
     from bkctl.metadata.liveness import Liveness
 
 app = group()
@@ -74,8 +74,6 @@ def active(
 
     $ bkctl entrylog active --conf bk_server.conf --state dead
     """
-    from bkctl.checks.garbage import log_uses
-
     paths = find_all_logs(run, names, directories, every)
     wanted = set(states or LedgerLiveness)
     errors: list[BkctlError] = []
@@ -165,8 +163,6 @@ def garbage(
 
     $ bkctl entrylog garbage --conf bk_server.conf
     """
-    from bkctl.checks.garbage import log_uses
-
     order = log_order(run, sort)
     paths = find_all_logs(run, names, directories, every)
     limits = thresholds_of(run, thresholds)
@@ -200,8 +196,6 @@ _USE_KEYS: dict[LogOrder, Callable[[PlainRow], float]] = {
 
 def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresholds:
     """Return the thresholds given as options, else the thresholds of --conf, else Apache's defaults."""
-    from bkctl.checks.garbage import Thresholds
-
     minor, major = given
     usual = Thresholds()
     if run.access.conf is not None:

@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.listing import EntryLogSummary, entry_log_summaries, log_contents
+from bkctl.formats.entry_log import content_id_of, log_id_of
+from bkctl.metadata.liveness import Liveness, check_instance
 
 from ..kit.columns import Output, PlainRow, RowOrder, with_hex
 from ..kit.command import Run, command, group, rows_of
@@ -32,11 +37,8 @@ from ..kit.values import tap
 if TYPE_CHECKING:
     from bkctl.checks.garbage import LogUse
     from bkctl.checks.log_check import LogCheck
-    from bkctl.files.directories import BookieDirectories
-    from bkctl.files.listing import EntryLogSummary
     from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
-    from bkctl.metadata.liveness import Liveness
 
 app = group()
 
@@ -77,8 +79,6 @@ def is_scoped(path: Path) -> bool:
 
 def log_key(path: Path) -> str:
     """Return the name that a LOG argument accepts: a decimal id, `scoped/5`, else the path."""
-    from bkctl.formats.entry_log import log_id_of
-
     log_id = log_id_of(path.name)
     if log_id is None:
         return str(path)
@@ -102,8 +102,6 @@ def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None)
 
 
 def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
-    from bkctl.files.directories import BookieDirectories
-
     if name and Path(name).is_dir():
         return [file.path for file in BookieDirectories.at(name).of_a_bookie().entry_logs()]
     return [given.resolve_entry_log(name)]
@@ -121,8 +119,6 @@ def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | N
 @contextmanager
 def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iterator[Liveness]:
     """Yield the state of the cluster's ledgers; problems with reading it are added to `errors` at the end."""
-    from bkctl.metadata.liveness import Liveness, check_instance
-
     check_instance(run.cluster, paths)
     liveness = Liveness(run.cluster.ledgers)
     yield liveness
@@ -166,8 +162,6 @@ def list_logs(
     $ bkctl entrylog list --conf bk_server.conf
     $ bkctl entrylog list --conf bk_server.conf --sort size
     """
-    from bkctl.files.listing import entry_log_summaries
-
     order = log_order(run, sort)
     given = run.access.directories(directories)
     errors: list[BkctlError] = []
@@ -218,10 +212,6 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
 
 def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[PlainRow]:
     """Yield the ledgers' shares of each log; errors of logs go to `errors`."""
-    from bkctl.files.entry_log import EntryLogReader
-    from bkctl.files.listing import log_contents
-    from bkctl.formats.entry_log import content_id_of
-
     for path in paths:
         try:
             with EntryLogReader.open(path) as reader:
@@ -254,15 +244,11 @@ def read(run: Run, records: Records, names: LogNames = None, directories: DirOpt
 
 
 def _files(paths: list[Path], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[RecordBatch]]]:
-    from bkctl.formats.entry_log import content_id_of
-
     for path in paths:
         yield path, content_id_of(path.name), _records(path, chosen)
 
 
 def _records(path: Path, chosen: RecordFilter) -> Iterator[RecordBatch]:
-    from bkctl.files.entry_log import EntryLogReader
-
     try:
         reader = EntryLogReader.open(path)
     except NotFound:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, base64_text
 from bkctl.errors import UsageError
+from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata import ledger_columns
-from bkctl.metadata.ledger_columns import APPLICATION_COLUMNS, LedgerRow
+from bkctl.metadata.ledger_columns import APPLICATION_COLUMNS, LedgerRow, ledger_rows
+from bkctl.metadata.pulsar_topics import TopicFilter
 
 from ..kit.columns import ALL, COUNT_COLUMNS, Output
 from ..kit.command import Run, command, group, object_of, rows_of, union
@@ -102,7 +104,6 @@ def _query(
     subscription: str | None,
 ) -> LedgerQuery:
     from bkctl.metadata.admin.overview import LedgerQuery
-    from bkctl.metadata.pulsar_topics import TopicFilter
 
     if subscription is not None and topic is None:
         raise UsageError("--subscription is given without a topic", hint="add --topic")
@@ -236,8 +237,6 @@ def _first_ledger(after: str | None, scope_id: int | None) -> LedgerId | None:
 
 
 def parse_states(texts: list[str] | None, flag: str) -> frozenset[str]:
-    from bkctl.formats.metadata import LedgerState
-
     names = {text: text.upper().replace("-", "_") for text in texts or ()}
     for text, name in names.items():
         if name not in LedgerState.__members__:
@@ -260,8 +259,6 @@ def show(
     $ bkctl ledger show 12
     $ bkctl ledger show 7:12 -o json
     """
-    from bkctl.metadata.ledger_columns import ledger_rows
-
     single = len(ledgers) == 1
     columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else list_columns(run)
     run.out.watch(

@@ -6,9 +6,13 @@ from collections import Counter
 from functools import partial
 from typing import Annotated
 
+from bkctl.client.ledger_survey import misplacement
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
-from bkctl.ids import LedgerId, random_u64
+from bkctl.ids import LedgerId, check_bookie_id, random_u64
+from bkctl.metadata.admin.check import check_metadata, orphans, remove_orphans
+from bkctl.metadata.admin.ledger_changes import replace_bookie
+from bkctl.metadata.admin.overview import scope_counts
 from bkctl.pace import Pace
 
 from ..kit.columns import hex_column
@@ -42,9 +46,6 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
 
     $ bkctl metadata check
     """
-    from bkctl.client.ledger_survey import misplacement
-    from bkctl.metadata.admin.check import check_metadata
-
     from ..bookies.members import find_placement
 
     placement = find_placement(run, run.cluster.bookies.list())
@@ -82,8 +83,6 @@ def list_orphans(
     $ bkctl metadata orphans
     $ bkctl metadata orphans --delete --dry-run
     """
-    from bkctl.metadata.admin.check import orphans, remove_orphans
-
     with run.job.working("Looking for orphans"):
         found = list(orphans(run.cluster))
     run.out.render(found, ORPHAN_COLUMNS, findings=True)
@@ -122,8 +121,6 @@ def scopes(run: Run) -> None:
 
     $ bkctl metadata scopes
     """
-    from bkctl.metadata.admin.overview import scope_counts
-
     with run.job.working("Counting ledgers"):
         if run.cluster.ledgers.scopes_state() == "foreign":
             run.out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
@@ -186,9 +183,6 @@ def replace_bookie_id(
 
     $ bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run
     """
-    from bkctl.ids import check_bookie_id
-    from bkctl.metadata.admin.ledger_changes import replace_bookie
-
     if old is None or new is None:
         raise UsageError("--from BOOKIE and --to BOOKIE are required")
     if check_bookie_id(old) == check_bookie_id(new):

@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
+from bkctl.formats.metadata import LedgerLayout
+from bkctl.metadata.admin.dump.export_file import DumpHeader, DumpSource, ExportFile
+from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan, import_records, prepare_target
+from bkctl.metadata.admin.dump.sources import (
+    ClusterSource,
+    compare,
+    compare_headers,
+    export_to_file,
+    open_source,
+    write_export,
+)
+from bkctl.metadata.uri import parse_uri
 
 from ..kit.access import LoginOfTarget
 from ..kit.columns import Output, PlainRow
@@ -21,9 +33,6 @@ from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag, w
 from ..kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump.export_file import DumpHeader, DumpSource
-    from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
-    from bkctl.metadata.admin.dump.sources import ClusterSource
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
 
@@ -58,8 +67,6 @@ def export(
 
     $ bkctl metadata export -f cluster.ndjson
     """
-    from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file, write_export
-
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
     with run.job.working("Exporting", unit="records", pace=pace) as activity:
@@ -102,8 +109,6 @@ def show_imported(run: Run, imported: ImportSummary) -> None:
 
 def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
     """Say that the target has another ledger manager than the source."""
-    from bkctl.formats.metadata import LedgerLayout
-
     if header.layout is None:
         return
     names = [each.factory_class.rpartition(".")[2] for each in (LedgerLayout.parse(header.layout), plan.layout)]
@@ -130,10 +135,6 @@ def import_(
 
     $ bkctl metadata import cluster.ndjson --dry-run
     """
-    from bkctl.metadata.admin.dump.export_file import ExportFile
-    from bkctl.metadata.admin.dump.importing import ImportSummary, prepare_target
-    from bkctl.metadata.uri import parse_uri
-
     with _import_file(path) as kept, ExportFile(kept) as source:
         with run.job.working("Checking the export", unit="records") as activity:
             counts = source.check(activity.update)
@@ -172,8 +173,6 @@ def _fill(
     **how: bool,
 ) -> ImportSummary:  # fmt: skip
     """Import the records of `source`: `total`, if that is known."""
-    from bkctl.metadata.admin.dump.importing import import_records
-
     left = "written metadata stays: run the command again to continue"
     with recorded as target, run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity:
         return import_records(source.records(), target, pace=pace, progress=activity.update, **how)
@@ -219,8 +218,6 @@ def diff(
 
     $ bkctl metadata diff cluster.ndjson
     """
-    from bkctl.metadata.admin.dump.sources import compare, compare_headers
-
     with ExitStack() as stack:
         left, right = _open(run.access, stack, first), _open(run.access, stack, second)
         if left.header.instance_id != right.header.instance_id:
@@ -236,8 +233,6 @@ def diff(
 
 def _open(access: Access, stack: ExitStack, text: str | None) -> DumpSource:
     """Return the store or export that `text` names (None: the connection's cluster); `stack` closes it."""
-    from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
-
     if text is None:
         return ClusterSource(stack.enter_context(access.cluster()))
     source, cluster = open_source(text, access.open_other_cluster)
@@ -274,9 +269,6 @@ def migrate(
 
     $ bkctl metadata migrate --to sqlite:///metadata.db --dry-run
     """
-    from bkctl.metadata.admin.dump.importing import prepare_target
-    from bkctl.metadata.admin.dump.sources import ClusterSource
-
     if to is None:
         raise UsageError("No target is named", hint="add --to URI")
     with run.access.cluster() as source_cluster, ExitStack() as stack:
@@ -310,8 +302,6 @@ def migrate(
 
 def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pace: Pace) -> int:
     """Compare both stores and print the first differences; return the number of all."""
-    from bkctl.metadata.admin.dump.sources import compare
-
     count = 0
     with run.job.working("Comparing", unit="records", pace=pace) as activity:
         for difference in compare(source.records(), target.records(), progress=activity.step):
@@ -332,8 +322,6 @@ def _refuse_registered(live: bool, *clusters: Cluster) -> None:
 
 
 def _show_planned(run: Run, source: ClusterSource) -> None:
-    from bkctl.metadata.admin.dump.importing import ImportSummary
-
     with run.job.working("Counting"):
         counts = Counter(record.kind for record in source.records())
     show_imported(run, ImportSummary(counts))

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Corrupt
+from bkctl.spark.engine import Frame, functions_of
+from bkctl.spark.failures import error_named
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..entrylog.listing import ratio_text
@@ -20,9 +22,6 @@ from ..kit.options import flag
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .common import ForJob, Job, JobResult, LedgersToScan, Sums, by_option, ledger_of, show_result, sums_of
 from .page import BARS_MAX, Bar, PageTable, Plot, Section, table, top_rows
-
-if TYPE_CHECKING:
-    from bkctl.spark.engine import Frame
 
 app = group()
 
@@ -246,8 +245,6 @@ class IntegrityResult(JobResult):
         return notes
 
     def sections(self) -> list[Section]:
-        from bkctl.spark.engine import functions_of
-
         findings = self.result.findings
         counts = findings.groupBy("problem", "bookieId").agg(functions_of(findings).count("*").alias("found")).collect()
         by_bookie: dict[str, dict[str, int]] = {}
@@ -341,8 +338,6 @@ class GarbageResult(JobResult):
 
     def problems(self) -> list[BkctlError]:
         """Return why logs are incomplete or ledgers of unknown state."""
-        from bkctl.spark.failures import error_named
-
         damaged = self._shares.filter("reason IS NOT NULL").select("reason").distinct().collect()
         unknown = self._shares.filter("problem IS NOT NULL").select("problem", "problemType").distinct().collect()
         found: list[BkctlError] = [Corrupt(row.reason) for row in damaged]
@@ -484,8 +479,6 @@ class JournalAuditResult(JobResult):
         return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()
 
     def sections(self) -> list[Section]:
-        from bkctl.spark.engine import functions_of
-
         journals = self._found.journals
         sizes = (
             journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")

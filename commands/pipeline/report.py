@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
+from bkctl.disk import atomic_write
 from bkctl.errors import NotFound, UsageError
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
@@ -117,7 +118,6 @@ def _check_textfile(path: Path | None) -> None:
 def _write_textfile(path: Path, findings: Mapping[str, int], inventory: Iterable[Any], garbage: Iterable[Any]) -> None:
     """Write the findings of each job, rows of inventory and garbage by bookie, and the time. Raises OSError."""
     from bkctl.bookie.metrics import PrometheusText
-    from bkctl.disk import atomic_write
 
     text = PrometheusText()
     text.sample("bkctl_report_timestamp_seconds", "gauge", int(time.time()))
