@@ -21,7 +21,7 @@ from bkctl.metadata.store import TLS_REFRESH_S
 from .bookie.server import BookieServerOption, server
 from .kit.columns import PlainRow
 from .kit.command import Printer, Run, command, group, object_of
-from .kit.options import DryRun, flag, size_option, word
+from .kit.options import flag, size_option, word
 from .kit.texts import plain_lines
 from .kit.values import parse_number
 
@@ -184,14 +184,13 @@ def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSi
     _call(run, which, "GET", path, None, size_max)
 
 
-@command(app, "put", connects=True, changes=None)
+@command(app, "put", connects=True, changes=None, dry_run=True)
 def put(
     run: Run,
     path: PathArgument,
     which: BookieServerOption,
     size_max: MaxSize,
     body: Annotated[str | None, flag("--body JSON|@FILE", "The JSON to send, or @FILE (@-: stdin).")] = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Send PUT to an HTTP server, and print the response.
 
@@ -201,18 +200,18 @@ def put(
     $ bkctl api put /api/v1/bookie/gc --bookie-url http://127.0.0.1:8080
     """
     data = None if body is None else _body(body)
-    _call(run, which, "PUT", path, data, size_max, changes=True, dry_run=dry_run)
+    _call(run, which, "PUT", path, data, size_max, changes=True, dry_run=run.dry_run)
 
 
-@command(app, "delete", connects=True, changes=None, asks=True)
-def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize, dry_run: DryRun = False) -> None:
+@command(app, "delete", connects=True, changes=None, asks=True, dry_run=True)
+def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize) -> None:
     """Send DELETE to an HTTP server, and print the response.
 
     For example /api/v1/ledger/delete?ledger_id=5.
 
     $ bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181 --yes
     """
-    _call(run, which, "DELETE", path, None, size_max, changes=True, dry_run=dry_run)
+    _call(run, which, "DELETE", path, None, size_max, changes=True, dry_run=run.dry_run)
 
 
 def _full(path: str) -> str:

@@ -31,12 +31,12 @@ from .kit.columns import COUNT_COLUMNS, PlainRow
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
-from .kit.options import DryRun, UndoOption, WatchOption, duration_option, flag, word
+from .kit.options import WatchOption, duration_option, flag, word
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration, tap
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 app = group()
 
@@ -135,8 +135,8 @@ SWITCH_COLUMNS = Columns(
 )
 
 
-def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
-    with run.consent.recorded(run.cluster, undo) as recorded:
+def _switch(run: Run, enabled: bool) -> None:
+    with run.recorded() as recorded:
         state = auto_recovery_of(recorded)
         try:
             (state.settings.enable if enabled else state.settings.disable)()
@@ -148,26 +148,26 @@ def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
         run.out.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
 
-@command(app, "enable", connects=True, changes=True, prints=object_of(SWITCH_COLUMNS))
-def enable(run: Run, undo: UndoOption = None) -> None:
+@command(app, "enable", undo=True, prints=object_of(SWITCH_COLUMNS))
+def enable(run: Run) -> None:
     """Enable auto-recovery for the whole cluster.
 
     Does nothing if it is enabled already.
 
     $ bkctl autorecovery enable
     """
-    _switch(run, True, undo)
+    _switch(run, True)
 
 
-@command(app, "disable", connects=True, changes=True, prints=object_of(SWITCH_COLUMNS))
-def disable(run: Run, undo: UndoOption = None) -> None:
+@command(app, "disable", undo=True, prints=object_of(SWITCH_COLUMNS))
+def disable(run: Run) -> None:
     """Disable auto-recovery for the whole cluster.
 
     No audits and no replication take place until it is enabled again.
 
     $ bkctl autorecovery disable
     """
-    _switch(run, False, undo)
+    _switch(run, False)
 
 
 # --- marked ledgers -------------------------------------------------------------------------------------------------
@@ -256,15 +256,13 @@ MARKED_COLUMNS = Columns(
 )
 
 
-@command(app, "mark", connects=True, changes=True, prints=rows_of(MARKED_COLUMNS))
+@command(app, "mark", undo=True, dry_run=True, prints=rows_of(MARKED_COLUMNS))
 def mark(
     run: Run,
     ledgers: LedgersOrFile,
     missing: Annotated[
         list[str] | None, flag("--missing BOOKIE", "A bookie of its ensembles that lacks entries; repeatable.")
     ] = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Mark ledgers as under-replicated.
 
@@ -279,14 +277,14 @@ def mark(
     if not auto_recovery_of(run.cluster).settings.is_enabled():
         run.out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
     check_in_ensembles(run.cluster, ledgers, missing)
-    with run.out.rows(MARKED_COLUMNS) as writer, run.consent.recorded(run.cluster, undo) as recorded:
+    with run.out.rows(MARKED_COLUMNS) as writer, run.recorded() as recorded:
         text = f"was marked for {', '.join(missing)} already"
-        marked = mark_ledgers(recorded, ledgers, missing, dry_run=dry_run)
-        writer.rows(tap(marked, lambda row: row.changed or run.out.note(f"Ledger {row.ledger} {text}")))
+        marked = mark_ledgers(recorded, ledgers, missing, dry_run=run.dry_run)
+        writer.rows(tap(marked, lambda row: None if row.changed else run.out.note(f"Ledger {row.ledger} {text}")))
 
 
-@command(app, "unmark", connects=True, asks=True, changes=True, prints=rows_of(MARKED_COLUMNS))
-def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+@command(app, "unmark", asks=True, undo=True, dry_run=True, prints=rows_of(MARKED_COLUMNS))
+def unmark(run: Run, ledgers: LedgersOrFile) -> None:
     """Remove the under-replicated mark from ledgers.
 
     The workers of auto-recovery then no longer replicate them.
@@ -295,12 +293,12 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
     """
     marks = stored_marks(run.cluster, ledgers)
     run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
-    if marks and not dry_run:
+    if marks and not run.dry_run:
         run.consent.confirm(
             f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
         )
-    with run.out.rows(MARKED_COLUMNS, findings=True) as writer, run.consent.recorded(run.cluster, undo) as recorded:
-        writer.rows(unmark_ledgers(recorded, marks, dry_run=dry_run))
+    with run.out.rows(MARKED_COLUMNS, findings=True) as writer, run.recorded() as recorded:
+        writer.rows(unmark_ledgers(recorded, marks, dry_run=run.dry_run))
 
 
 # --- the auditor ----------------------------------------------------------------------------------------------------
@@ -350,7 +348,7 @@ def _checks(texts: str) -> dict[str, AuditorCheck]:
         raise UsageError(f"--reset-clock {texts}: not a list of {', '.join(CHECKS)}") from None
 
 
-@command(app, "audit", connects=True, changes=True, prints=object_of(AUDITED_COLUMNS) + rows_of(CLOCK_COLUMNS))
+@command(app, "audit", undo=True, dry_run=True, prints=object_of(AUDITED_COLUMNS) + rows_of(CLOCK_COLUMNS))
 def audit(
     run: Run,
     reset_clock: Annotated[
@@ -360,8 +358,6 @@ def audit(
             "Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.",
         ),
     ] = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Start an audit now, or make the periodic checks due.
 
@@ -371,11 +367,11 @@ def audit(
     """
     checks = {} if reset_clock is None else _checks(reset_clock)
     if not checks:
-        run.out.show(auto_recovery_of(run.cluster).trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
+        run.out.show(auto_recovery_of(run.cluster).trigger_audit(dry_run=run.dry_run), AUDITED_COLUMNS)
         return
     after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-    with run.consent.recorded(run.cluster, undo) as recorded:
-        rows = reset_clocks(recorded, after_ms, checks, dry_run=dry_run)
+    with run.recorded() as recorded:
+        rows = reset_clocks(recorded, after_ms, checks, dry_run=run.dry_run)
     run.out.render(rows, CLOCK_COLUMNS)
     run.out.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
@@ -388,12 +384,9 @@ DELAY_COLUMNS = Columns(
 )
 
 
-@command(app, "delay", connects=True, changes="seconds", prints=object_of(DELAY_COLUMNS))
+@command(app, "delay", changes="seconds", undo=True, dry_run=True, prints=object_of(DELAY_COLUMNS))
 def delay(
-    run: Run,
-    seconds: Annotated[str | None, word("[DELAY]", "The new delay: seconds, or 30m, 2h; 0 is none.")] = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
+    run: Run, seconds: Annotated[str | None, word("[DELAY]", "The new delay: seconds, or 30m, 2h; 0 is none.")] = None
 ) -> None:
     """Show or set the delay before a bookie counts as lost.
 
@@ -407,7 +400,7 @@ def delay(
     wanted = parse_duration(seconds, "DELAY")
     if wanted != int(wanted):
         raise UsageError(f"DELAY {seconds}: not whole seconds")
-    if not dry_run:
-        with run.consent.recorded(run.cluster, undo) as recorded:
+    if not run.dry_run:
+        with run.recorded() as recorded:
             auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
     run.out.show(PlainRow(seconds=int(wanted), stored=True), DELAY_COLUMNS)

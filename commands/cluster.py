@@ -31,7 +31,7 @@ from .kit.audit import user_name
 from .kit.columns import Output, PlainRow
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
-from .kit.options import DryRun, UndoOption, WatchOption, YesReally, combined, duration_option, flag, option, word
+from .kit.options import WatchOption, YesReally, combined, duration_option, flag, option, word
 from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
 from .kit.values import percentage
 from .local import down, up
@@ -233,8 +233,8 @@ def find_all(run: Run, look: Look) -> list[HealthFinding]:
 
     from .bookies.members import find_placement
 
-    if run.recorded is not None:
-        return run.recorded.findings()
+    if run.bundled is not None:
+        return run.bundled.findings()
     cluster = run.cluster
     of_bookies: list[HealthFinding] = []
     if not look.no_bookies:
@@ -416,14 +416,13 @@ MUTE_COLUMNS = Columns(
 )
 
 
-@command(health_app, "mute", connects=True, changes=True, prints=object_of(MUTE_COLUMNS))
+@command(health_app, "mute", undo=True, prints=object_of(MUTE_COLUMNS))
 def mute_health(
     run: Run,
     code: Code,
     duration_s: Annotated[
         float | None, duration_option("--for", "How long: 30m, 2h, 1d (default: until it is unmuted).")
     ],
-    undo: UndoOption = None,
 ) -> None:
     """Leave findings of a code out of 'cluster health'.
 
@@ -434,17 +433,17 @@ def mute_health(
     """
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
-    with run.consent.recorded(run.cluster, undo) as recorded:
+    with run.recorded() as recorded:
         run.out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
-@command(health_app, "unmute", connects=True, changes=True, prints=object_of(MUTE_COLUMNS))
-def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
+@command(health_app, "unmute", undo=True, prints=object_of(MUTE_COLUMNS))
+def unmute_health(run: Run, code: Code) -> None:
     """Show findings of a muted code again.
 
     $ bkctl cluster health unmute bookie-down
     """
-    with run.consent.recorded(run.cluster, undo) as recorded:
+    with run.recorded() as recorded:
         run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
 
@@ -473,26 +472,26 @@ def healthcheck_status(run: Run) -> None:
     run.out.show(PlainRow(enabled=HealthCheckSwitch(run.cluster).is_enabled(), changed=None), CHECK_COLUMNS)
 
 
-@command(healthcheck_app, "enable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
-def healthcheck_enable(run: Run, undo: UndoOption = None) -> None:
+@command(healthcheck_app, "enable", undo=True, prints=object_of(CHECK_COLUMNS))
+def healthcheck_enable(run: Run) -> None:
     """Allow clients to quarantine failing bookies.
 
     $ bkctl cluster healthcheck enable
     """
-    _switch_healthcheck(run, True, undo)
+    _switch_healthcheck(run, True)
 
 
-@command(healthcheck_app, "disable", connects=True, changes=True, prints=object_of(CHECK_COLUMNS))
-def healthcheck_disable(run: Run, undo: UndoOption = None) -> None:
+@command(healthcheck_app, "disable", undo=True, prints=object_of(CHECK_COLUMNS))
+def healthcheck_disable(run: Run) -> None:
     """Forbid every client to quarantine bookies.
 
     $ bkctl cluster healthcheck disable
     """
-    _switch_healthcheck(run, False, undo)
+    _switch_healthcheck(run, False)
 
 
-def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
-    with run.consent.recorded(run.cluster, undo) as recorded:
+def _switch_healthcheck(run: Run, enabled: bool) -> None:
+    with run.recorded() as recorded:
         changed = HealthCheckSwitch(recorded).set(enabled)
     run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
     if not changed:
@@ -525,14 +524,13 @@ def show_id(run: Run) -> None:
     run.out.show(identity, ID_COLUMNS)
 
 
-@command(app, "init", connects=True, changes=True, prints=object_of(ID_COLUMNS))
+@command(app, "init", connects=True, dry_run=True, prints=object_of(ID_COLUMNS))
 def init(
     run: Run,
     long_long_layout: Annotated[
         bool,
         flag("--long-long-layout", "Write BP-35's own class into LAYOUT; Apache's processes then refuse the cluster."),
     ] = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Create a new cluster in the metadata store.
 
@@ -543,7 +541,7 @@ def init(
     """
     location = parse_uri(run.access.connection().uri)
     layout = new_layout(location, long_long=long_long_layout)
-    if not dry_run:
+    if not run.dry_run:
         with run.access.cluster(create_store=True) as cluster:
             if not init_cluster(cluster, layout=layout):
                 raise _already_there(cluster)
@@ -575,7 +573,7 @@ NUKE_COLUMNS = Columns(
 )
 
 
-@command(app, "nuke", connects=True, asks=True, changes=True, prints=object_of(NUKE_COLUMNS))
+@command(app, "nuke", connects=True, asks=True, dry_run=True, prints=object_of(NUKE_COLUMNS))
 def nuke_cluster(
     run: Run,
     yes_really: YesReally = None,
@@ -583,7 +581,6 @@ def nuke_cluster(
         str | None, flag("--instance-id ID", "As --yes-really, which asks all the same.", hidden=True)
     ] = None,
     backup: Annotated[Path | None, flag("--backup FILE", "Export all metadata to this new file first.")] = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Remove all metadata of a cluster, for good.
 
@@ -602,7 +599,7 @@ def nuke_cluster(
             f"The cluster in {run.cluster.uri} has another instance id: {plan.instance_id}",
             hint="check the metadata URI",
         )
-    if dry_run:
+    if run.dry_run:
         run.out.show(plan, NUKE_COLUMNS)
         return
     if plan.foreign_scopes:

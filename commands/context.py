@@ -68,10 +68,7 @@ def list_contexts(run: Run) -> None:
 
 
 @command(app, "show", prints=object_of(CONTEXT_COLUMNS))
-def show(
-    run: Run,
-    name: Annotated[str | None, word("CONTEXT", "The context (default: current).")] = None,
-) -> None:
+def show(run: Run, name: Annotated[str | None, word("CONTEXT", "The context (default: current).")] = None) -> None:
     """Show one context with all its settings.
 
     $ bkctl context show prod
@@ -106,8 +103,10 @@ def add(
             hint="give --metadata-user and --metadata-password-file, --metadata-tls-ca …",
         )
     given: dict[str, Any] = {setting.field: getattr(options, setting.field) for setting in CONTEXT_SETTINGS}
-    kept = {name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()}
-    context = GlobalOptions(**{**kept, "metadata_uri": location.text})
+    kept: dict[str, Any] = {
+        name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()
+    }
+    context = GlobalOptions(**{**given, "metadata_uri": location.text})
     contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)
     if use:
         contexts = contexts.use(name)

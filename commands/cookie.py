@@ -40,8 +40,6 @@ from .kit.options import (
     BinaryFormat,
     BinaryFormatOption,
     Composite,
-    DryRun,
-    UndoOption,
     file_argument,
     flag,
     text_option,
@@ -199,10 +197,8 @@ def _cookie_in(path: Path, *bookies: str, hint: str = _RENAME) -> tuple[bytes, C
     return data, cookie
 
 
-@command(app, "create", connects=True, changes=True, prints=object_of(COOKIE_COLUMNS))
-def create(
-    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
-) -> None:
+@command(app, "create", undo=True, dry_run=True, prints=object_of(COOKIE_COLUMNS))
+def create(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
     """Add a cookie to the metadata store.
 
     The file's bytes are stored unchanged. Exit code 5 if the bookie has a cookie already.
@@ -214,8 +210,8 @@ def create(
     path = cookie_path(bookie)
     if run.cluster.store.get(path) is not None:
         raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
-    if not dry_run:
-        with run.consent.recorded(run.cluster, undo) as recorded:
+    if not run.dry_run:
+        with run.recorded() as recorded:
             version = recorded.store.put(path, data, NEW)
     run.out.show(_row(bookie, cookie, version=version), COOKIE_COLUMNS)
 
@@ -228,10 +224,8 @@ CHANGE_COLUMNS = Columns(
 )
 
 
-@command(app, "update", connects=True, asks=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
-def update(
-    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
-) -> None:
+@command(app, "update", asks=True, undo=True, dry_run=True, prints=rows_of(CHANGE_COLUMNS))
+def update(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
     """Replace a bookie's cookie in the metadata store.
 
     Prints the fields that change.
@@ -249,22 +243,16 @@ def update(
         changes = [CookieFinding("", "cookie", "readable", "unreadable", "")]
     if not changes and found.value != data:
         changes = [CookieFinding("", "bytes", f"{len(data)} bytes", f"{len(found.value)} bytes", "")]
-    if changes and not dry_run:
+    if changes and not run.dry_run:
         names = ", ".join(change.field for change in changes)
         run.consent.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
-        with run.consent.recorded(run.cluster, undo) as recorded:
+        with run.recorded() as recorded:
             recorded.store.put(path, data, found.version)
     run.out.render(changes, CHANGE_COLUMNS)
 
 
-@command(app, "delete", connects=True, asks=True, changes=True, prints=rows_of(COOKIE_COLUMNS))
-def delete(
-    run: Run,
-    bookies: Annotated[list[str], word("BOOKIE", "The bookies.")],
-    dir: DirOption = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
-) -> None:
+@command(app, "delete", asks=True, undo=True, dry_run=True, prints=rows_of(COOKIE_COLUMNS))
+def delete(run: Run, bookies: Annotated[list[str], word("BOOKIE", "The bookies.")], dir: DirOption = None) -> None:
     """Delete the cookies of stopped bookies.
 
     Deletes them from the metadata store, and with --dir also from directories. Reads the metadata of every scope, and
@@ -279,14 +267,14 @@ def delete(
         _check_not_named(run.cluster, bookies)
     hint = "name that bookie, or drop it"
     files = [(path, _cookie_in(path, *bookies, hint=hint)[1]) for path in _version_files(dir)]
-    if not dry_run:
+    if not run.dry_run:
         places = f" and {len(files)} directories" if files else ""
         run.consent.confirm(
             f"The cookie of bookie {', '.join(nodes)} in {run.cluster.store.name}{places} would be lost: "
             "it does not start on its directories without. No ledger names it"
         )
         paths = [path for path, _ in files]
-        with hold([path.parent for path in paths], note=run.out.note), run.consent.undo(run.cluster, undo) as kept:
+        with hold([path.parent for path in paths], note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:
             remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, kept)
     read = (_row(name, attempt(Cookie.parse, node.value), version=node.version) for name, node in nodes.items())
     stored, local = list(read), [_row(cookie.bookie_id, cookie, place=str(path)) for path, cookie in files]
@@ -373,8 +361,8 @@ EXPANDED_COLUMNS = Columns(
 )
 
 
-@command(app, "expand", connects=True, asks=True, changes=True, prints=rows_of(EXPANDED_COLUMNS))
-def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+@command(app, "expand", asks=True, undo=True, dry_run=True, prints=rows_of(EXPANDED_COLUMNS))
+def expand_cookies(run: Run) -> None:
     """Add new, empty directories to a bookie's cookies.
 
     Adds the new ledger and index directories of --conf. The bookie must be stopped, and with DbLedgerStorage it must
@@ -385,14 +373,14 @@ def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -
     config = run.access.config()
     bookie_id = bookie_id_of(config)
     new = expand(config, bookie_id, run.cluster, Files(), undo=None)
-    if not dry_run and new:
+    if not run.dry_run and new:
         run.consent.confirm(
             f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again"
         )
         make_directories(new, Files())
         with (
             hold(map(Path, configured_directories(config)), note=run.out.note),
-            run.consent.undo(run.cluster, undo) as kept,
+            run.consent.undo(run.cluster, run.undo) as kept,
         ):
             expand(config, bookie_id, run.cluster, Files(), undo=kept)
     run.out.render((PlainRow(directory=each, bookie_id=bookie_id) for each in new), EXPANDED_COLUMNS)
@@ -406,14 +394,12 @@ RENAMED_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "rename", connects=True, asks=True, changes=True, prints=rows_of(RENAMED_COLUMNS))
+@command(app, "rename", asks=True, undo=True, dry_run=True, prints=rows_of(RENAMED_COLUMNS))
 def rename_bookie(
     run: Run,
     old: Annotated[str, word("OLD", "The bookie's present id.")],
     new: Annotated[str, word("NEW", "The bookie's new id.")],
     dir: DirOption = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Change a bookie's id in its cookies.
 
@@ -426,12 +412,12 @@ def rename_bookie(
         raise UsageError(f"{old} and {new} are the same id")
     directories = _directories(run.access, dir)
     changed = rename(run.cluster, old, new, directories, Files(), undo=None)
-    if not dry_run:
+    if not run.dry_run:
         run.consent.confirm(
             f"Bookie {old} would be {new} in {run.cluster.store.name} and "
             f"{counted(len(changed), 'directory', 'directories')}"
         )
-        with hold(map(Path, directories), note=run.out.note), run.consent.undo(run.cluster, undo) as kept:
+        with hold(map(Path, directories), note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:
             changed = rename(run.cluster, old, new, directories, Files(), undo=kept)
     run.out.render((PlainRow(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:

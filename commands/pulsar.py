@@ -19,7 +19,7 @@ from bkctl.metadata.pulsar_topics import TopicFilter
 
 from .kit.columns import object_of, rows_of
 from .kit.command import Run, command, group
-from .kit.options import DryRun, UndoOption, duration_option, flag, word
+from .kit.options import duration_option, flag, word
 from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .kit.values import tap
 
@@ -289,15 +289,13 @@ ORPHAN_COLUMNS = Columns(
 )
 
 
-@command(app, "orphans", connects=True, changes="delete", asks=True, prints=rows_of(ORPHAN_COLUMNS))
+@command(app, "orphans", changes="delete", asks=True, undo=True, dry_run=True, prints=rows_of(ORPHAN_COLUMNS))
 def list_orphans(
     run: Run,
     age_min: Annotated[float, duration_option("--min-age", "Only ledgers at least this old.", default="1d")],
     pause: PauseOption,
     delete: Annotated[bool, flag("--delete", "Delete them, after asking.")] = False,
     root: RootOption = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """List or delete ledgers that no topic needs.
 
@@ -317,12 +315,12 @@ def list_orphans(
         run.out.note(f"{counted(len(found) - len(old), 'orphan is', 'orphans are')} younger than --min-age")
     if not old:
         run.out.note("No orphans")
-    if not delete or dry_run or not old:
+    if not delete or run.dry_run or not old:
         run.out.finish_with(len(old) + len(problems), "orphan or problem", "orphans or problems")
         return
     size_bytes = sum(each.size_bytes or 0 for each in old)
     run.consent.confirm(f"{counted(len(old), 'ledger', 'ledgers')} with {size_text(size_bytes)} would be lost")
-    with run.consent.recorded(run.cluster, undo) as recorded, _inventory(run, root) as inventory:
+    with run.recorded() as recorded, _inventory(run, root) as inventory:
         deleted = _delete_orphans(run, inventory, recorded, old)
     run.out.note(f"{deleted:,} of {counted(len(old), 'orphan was', 'orphans were')} deleted")
     problem_count = len(old) - deleted + len(problems)

@@ -137,8 +137,8 @@ def _print_load(run: Run, load: ClusterLoad) -> None:
 
 
 def _load(run: Run, interval_s: float) -> ClusterLoad:
-    if run.recorded is not None:
-        return run.recorded.load()
+    if run.bundled is not None:
+        return run.bundled.load()
     watch = load_watch(run)
     with run.job.working("Asking the bookies"):
         watch.look()

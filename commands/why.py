@@ -73,8 +73,8 @@ def explain_all(run: Run, commands: Iterable[str]) -> dict[str, Explanation]:
 
 
 def _explain(run: Run, words: str, ask: Ask, *, asks_bookies: bool = True) -> None:
-    if run.recorded is not None and asks_bookies:
-        why = run.recorded.explanation(f"bkctl why {words}")
+    if run.bundled is not None and asks_bookies:
+        why = run.bundled.explanation(f"bkctl why {words}")
     else:
         with run.job.working("Asking the bookies", enabled=asks_bookies):
             why = run.job.complete(_asked(run, ask, asks_bookies=asks_bookies))
@@ -115,9 +115,7 @@ def why_bookie(run: Run, bookie: Bookie) -> None:
 
 @command(app, "create", connects=True, prints=object_of(WHY_COLUMNS))
 def why_create(
-    run: Run,
-    shape: LedgerShape,
-    scoped: Annotated[bool, flag("--scoped", "A ledger of a scope other than 0.")] = False,
+    run: Run, shape: LedgerShape, scoped: Annotated[bool, flag("--scoped", "A ledger of a scope other than 0.")] = False
 ) -> None:
     """Explain why a new ledger finds too few bookies.
 

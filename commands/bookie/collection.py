@@ -13,7 +13,7 @@ from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, Usage
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import DryRun, WatchOption, flag, word
+from ..kit.options import WatchOption, flag, word
 from ..kit.texts import GREEN, YELLOW
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server
 
@@ -82,7 +82,13 @@ def _collector_columns(run: Run) -> Columns:
 
 
 @command(
-    app, "gc", connects=True, asks=True, changes=None, prints=rows_of(COLLECTOR_COLUMNS, table=COLLECTOR_TABLE_COLUMNS)
+    app,
+    "gc",
+    connects=True,
+    asks=True,
+    changes=None,
+    dry_run=True,
+    prints=rows_of(COLLECTOR_COLUMNS, table=COLLECTOR_TABLE_COLUMNS),
 )
 def gc(
     run: Run,
@@ -107,7 +113,6 @@ def gc(
         Compactions | None, flag("--resume [major|minor]", "Resume major or minor compaction (default: both).")
     ] = None,
     status: Annotated[bool, flag("--status", "Only show the state of the collectors.")] = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Collect garbage on a bookie, or control its compaction.
 
@@ -128,8 +133,8 @@ def gc(
         raise UsageError("--major, --minor, --wait and --accept-scoped-deletes apply only to a forced round")
     if watch is not None and not status:
         raise UsageError("--watch requires --status", hint="add --status")
-    with server(run, which, changes=not status and not dry_run) as found:
-        if accept_scoped_deletes and not dry_run:
+    with server(run, which, changes=not status and not run.dry_run) as found:
+        if accept_scoped_deletes and not run.dry_run:
             run.consent.confirm(
                 f"{found.name} would delete all that it has of every ledger of a scope that the metadata store does "
                 "not name, however many those are"
@@ -137,7 +142,7 @@ def gc(
         if status:
             _show_collectors(run, found, watch)
             return
-        if dry_run:
+        if run.dry_run:
             run.out.note_dry_run(f"{found.name} would {_gc_plan(major, minor, suspend, resume)}")
         elif switches:
             _switch_compactions(found, suspend, resume)
@@ -145,9 +150,9 @@ def gc(
             before = _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = found.api.garbage_collection()
         run.out.render(_collector_rows(after), _collector_columns(run))
-        if resume is not None and not dry_run:
+        if resume is not None and not run.dry_run:
             _check_resumed(found, after, resume)
-        if forces and wait and not dry_run:
+        if forces and wait and not run.dry_run:
             _check_round(found, before, after, "major" if major else "minor" if minor else None)
 
 
@@ -253,7 +258,7 @@ LOCATIONS_COLUMNS = Columns(
 BEGIN_S: Final = 1.0
 
 
-@command(app, "compact-locations", connects=True, changes=None, prints=rows_of(LOCATIONS_COLUMNS))
+@command(app, "compact-locations", connects=True, changes=None, dry_run=True, prints=rows_of(LOCATIONS_COLUMNS))
 def compact_locations(
     run: Run,
     which: BookieServerOption,
@@ -263,7 +268,6 @@ def compact_locations(
     ] = None,
     wait: Annotated[bool, flag("--wait", "Wait until compaction ends.")] = False,
     status: Annotated[bool, flag("--status", "Only show whether compaction runs.")] = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Compact a bookie's RocksDB of entry locations.
 
@@ -274,7 +278,7 @@ def compact_locations(
     """
     if status and (wait or databases):
         raise UsageError("--status shows all databases, and changes nothing", hint="drop the other arguments")
-    with server(run, which, changes=not status and not dry_run) as found:
+    with server(run, which, changes=not status and not run.dry_run) as found:
         known = found.api.location_compactions()
         if not known:
             raise Unsupported(
@@ -284,7 +288,7 @@ def compact_locations(
         if unknown:
             raise NotFound(f"{found.name} has no database {unknown[0]}", hint=f"it has {', '.join(known)}")
         chosen = databases or list(known)
-        if dry_run:
+        if run.dry_run:
             run.out.note_dry_run(f"{found.name} would compact {', '.join(chosen)}")
         elif not status:
             run.out.detail(found.api.compact_locations(databases or ()))

@@ -19,7 +19,7 @@ from bkctl.metadata.liveness import StoredLedgers
 
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import AnyLedgers
-from ..kit.options import PASSWORD_FILE, DryRun, UndoOption, YesReally, combined, flag, ledger_password, option
+from ..kit.options import PASSWORD_FILE, YesReally, combined, flag, ledger_password, option
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
 from .files import index_app
@@ -102,13 +102,12 @@ _GUESSES: Final = (
 )  # fmt: skip
 
 
-@command(index_app, "rebuild", connects=True, changes=True, prints=rows_of(REBUILT_COLUMNS))
+@command(index_app, "rebuild", connects=True, dry_run=True, prints=rows_of(REBUILT_COLUMNS))
 def rebuild_databases(
     run: Run,
     ledgers: Annotated[bool, flag("--ledgers", "Rebuild the databases of ledgers.")] = False,
     locations: Annotated[bool, flag("--locations", "Rebuild the databases of entry locations.")] = False,
     directories: Directories = (),
-    dry_run: DryRun = False,
 ) -> None:
     """Rebuild DbLedgerStorage's databases.
 
@@ -123,7 +122,7 @@ def rebuild_databases(
     if not (ledgers or locations):
         raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
     layout = _layout(run, directories)
-    with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
+    with _held(run, layout, dry_run=run.dry_run), _metadata(run, layout) as metadata:
         size = layout.size_to_read(log_passes=ledgers + locations, journals=ledgers)
         with run.job.working(
             "Rebuilding",
@@ -136,7 +135,7 @@ def rebuild_databases(
                 ledgers=ledgers,
                 locations=locations,
                 metadata=metadata,
-                dry_run=dry_run,
+                dry_run=run.dry_run,
                 progress=activity.advance,
             )
     run.out.render(done.databases, REBUILT_COLUMNS)
@@ -184,14 +183,13 @@ GivenPassword = Annotated[
 ]
 
 
-@command(index_app, "regenerate", connects=True, changes=True, prints=rows_of(REGENERATED_COLUMNS))
+@command(index_app, "regenerate", connects=True, dry_run=True, prints=rows_of(REGENERATED_COLUMNS))
 def regenerate_files(
     run: Run,
     which: AnyLedgers,
     password: GivenPassword,
     directories: DirOption = None,
     all_ledgers: Annotated[bool, flag("--all", "Every ledger that has an index file, or entries in a log.")] = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Rebuild index files from entry logs.
 
@@ -208,7 +206,7 @@ def regenerate_files(
         raise UsageError(problem, hint="name ledgers, or add --all")
     layout = _layout(run, directories)
     with (
-        _held(run, layout, dry_run=dry_run),
+        _held(run, layout, dry_run=run.dry_run),
         _metadata(run, layout) as metadata,
         run.job.working(
             "Regenerating",
@@ -223,7 +221,7 @@ def regenerate_files(
             scope_id=which.scope_id,
             master_key=None if password is None else master_key(password),
             metadata=metadata,
-            dry_run=dry_run,
+            dry_run=run.dry_run,
             progress=activity.advance,
         )
     run.out.render(done.indexes, REGENERATED_COLUMNS)
@@ -260,8 +258,8 @@ DOWNGRADED_COLUMNS = Columns(
 )
 
 
-@command(app, "downgrade", changes=True, prints=rows_of(DOWNGRADED_COLUMNS))
-def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = False) -> None:
+@command(app, "downgrade", dry_run=True, prints=rows_of(DOWNGRADED_COLUMNS))
+def downgrade_bookie(run: Run, directories: Directories = ()) -> None:
     """Prepare a crashed bookie's files for Apache's bookie.
 
     The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
@@ -279,7 +277,7 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
         else run.access.config()
     )
     with run.job.working("Stopping the bookie cleanly"):
-        rows = downgrade(config, dry_run=dry_run, note=run.out.note)
+        rows = downgrade(config, dry_run=run.dry_run, note=run.out.note)
     run.out.render(rows, DOWNGRADED_COLUMNS)
     damaged = [row.error for row in rows if row.error is not None and row.mark is None]
     if not damaged and not any(row.journal_ids for row in rows):
@@ -308,7 +306,7 @@ CONVERTED_COLUMNS = Columns(
 IndexKind = StrEnum("IndexKind", "DB INTERLEAVED")
 
 
-@command(app, "convert", asks=True, changes=True, prints=rows_of(CONVERTED_COLUMNS))
+@command(app, "convert", asks=True, dry_run=True, prints=rows_of(CONVERTED_COLUMNS))
 def convert_index(
     run: Run,
     to: Annotated[
@@ -316,7 +314,6 @@ def convert_index(
     ],
     directories: Directories = (),
     discard_old: Annotated[bool, flag("--discard-old", "Remove the old index instead of keeping a backup.")] = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Convert a bookie's index to another storage class.
 
@@ -329,14 +326,14 @@ def convert_index(
     from bkctl.repair.convert import convert
 
     layout = _layout(run, directories)
-    if discard_old and not dry_run:
+    if discard_old and not run.dry_run:
         where = ", ".join(map(str, layout.index_dirs))
         run.consent.confirm(f"The old index in {where} would be removed once the new one is verified")
     with (
-        _held(run, layout, dry_run=dry_run),
+        _held(run, layout, dry_run=run.dry_run),
         run.job.working("Converting", unit="entries", left="run the command again to continue") as activity,
     ):
-        done = convert(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
+        done = convert(layout, to.value, discard_old=discard_old, dry_run=run.dry_run, progress=activity.advance)
     run.out.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
         run.out.note("The conversion continued where it was killed")
@@ -358,14 +355,13 @@ CONTENTS_COLUMNS = Columns(
 )
 
 
-@command(app, "format", connects=True, changes=True, prints=rows_of(CONTENTS_COLUMNS))
+@command(app, "format", connects=True, dry_run=True, prints=rows_of(CONTENTS_COLUMNS))
 def format_bookie(
     run: Run,
     delete_cookie: Annotated[
         bool, flag("--delete-cookie", "Finally delete the bookie's cookie in the metadata store, too.")
     ] = False,
     yes_really: YesReally = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Remove all data of a bookie that is down.
 
@@ -389,7 +385,7 @@ def format_bookie(
             check_not_registered(cluster, [bookie_id])
         places = existing(roles_of(config))
         with hold(places, note=run.out.note):
-            if dry_run:
+            if run.dry_run:
                 run.out.render(rows, CONTENTS_COLUMNS)
                 return
             loss = _loss(bookie_id, rows)
@@ -442,20 +438,13 @@ NEW_BOOKIE_COLUMNS = Columns(
 
 
 @command(
-    app,
-    "init",
-    connects=True,
-    changes=True,
-    unless="check",
-    prints=rows_of(INIT_COLUMNS) + object_of(NEW_BOOKIE_COLUMNS),
+    app, "init", unless="check", undo=True, dry_run=True, prints=rows_of(INIT_COLUMNS) + object_of(NEW_BOOKIE_COLUMNS)
 )
 def init(
     run: Run,
     check: Annotated[
         bool, flag("--check", "Only report what prevents it: directories with files, a registration, a cookie.")
     ] = False,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Create a new bookie: empty directories and a cookie.
 
@@ -469,7 +458,7 @@ def init(
 
     config = run.access.config()
     bookie_id = bookie_id_of(config)
-    if check or dry_run:
+    if check or run.dry_run:
         problems = problems_of_init(config, bookie_id, run.cluster)
         run.out.render(problems, INIT_COLUMNS)
         run.out.finish_with(
@@ -479,6 +468,6 @@ def init(
         )
         return
     places = existing(configured_directories(config))
-    with hold(places, note=run.out.note), run.consent.undo(run.cluster, undo) as kept:
+    with hold(places, note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:
         init(config, bookie_id, run.cluster, Files(), kept)
     run.out.show(configured_cookie(config, bookie_id, run.cluster.instance_id()), NEW_BOOKIE_COLUMNS)

@@ -18,7 +18,7 @@ from ..kit.audit import shown_uri
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
-from ..kit.options import DryRun, WatchOption, combined, count_option, duration_option, flag, option, word
+from ..kit.options import WatchOption, combined, count_option, duration_option, flag, option, word
 from ..kit.texts import GREEN, RED, YELLOW, plain_lines
 from .server import BookieServerOption, Server, ServerChoice, registered_bookie, server
 
@@ -158,14 +158,13 @@ SettingsToSet = Annotated[
 ]
 
 
-@command(app, "config", connects=True, changes=None, prints=rows_of(SETTING_COLUMNS))
+@command(app, "config", connects=True, changes=None, dry_run=True, prints=rows_of(SETTING_COLUMNS))
 def config(
     run: Run,
     which: BookieServerOption,
     changed: SettingsToSet,
     names: Annotated[list[str] | None, word("NAME", "Only these settings; * and ? stand for any characters.")] = None,
     show_secrets: Annotated[bool, flag("--show-secrets", "Print passwords and tokens, too.")] = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Show or change the settings of a running bookie.
 
@@ -177,9 +176,9 @@ def config(
     """
     if changed and names:
         raise UsageError("NAME and --set are given", hint="--set prints the settings that it changed")
-    with server(run, which, changes=bool(changed) and not dry_run) as found:
+    with server(run, which, changes=bool(changed) and not run.dry_run) as found:
         settings = found.api.config()
-        if changed and dry_run:
+        if changed and run.dry_run:
             run.out.note_dry_run(f"{found.name} would set {', '.join(changed)}; now it has")
         elif changed:
             run.out.detail(found.api.set_config(changed))
@@ -193,7 +192,7 @@ def config(
             raise NotFound(
                 f"{found.name} shows no setting {missing[0]}", hint="Apache's bookies show only what was set"
             )
-        if changed and not dry_run:
+        if changed and not run.dry_run:
             run.out.note(f"{found.name} loses this change when it stops, and reads most settings only when it starts")
 
 

@@ -12,7 +12,7 @@ from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable, Unsup
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of
-from ..kit.options import DryRun, WatchOption, flag, word
+from ..kit.options import WatchOption, flag, word
 from ..kit.texts import GREEN, RED, YELLOW
 from .server import BOOKIE, URL, BookieServerOption, Patience, Server, WaitDeadline, finder, server
 
@@ -136,12 +136,11 @@ READ_ONLY_COLUMNS = Columns(
 )
 
 
-@command(app, "readonly", connects=True, changes=None, prints=object_of(READ_ONLY_COLUMNS))
+@command(app, "readonly", connects=True, changes=None, dry_run=True, prints=object_of(READ_ONLY_COLUMNS))
 def readonly(
     run: Run,
     which: BookieServerOption,
     wanted: Annotated[Switch | None, word("on|off", "The new state (default: show the state).")] = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Show or switch a bookie's read-only state.
 
@@ -153,7 +152,7 @@ def readonly(
     $ bkctl bookie readonly --bookie-url http://127.0.0.1:8080
     $ bkctl bookie readonly on --bookie-url http://127.0.0.1:8080 --dry-run
     """
-    with server(run, which, changes=wanted is not None and not dry_run) as found:
+    with server(run, which, changes=wanted is not None and not run.dry_run) as found:
         before = found.api.read_only()
         if wanted is None:
             run.out.show(PlainRow(server=found, answer=before), READ_ONLY_COLUMNS)
@@ -161,11 +160,11 @@ def readonly(
         on = wanted is Switch.ON
         if before is on:
             run.out.note(f"{found.name} is {'read-only' if on else 'writable'} already")
-        elif dry_run:
+        elif run.dry_run:
             run.out.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
-        after = before if dry_run else found.api.set_read_only(on)
+        after = before if run.dry_run else found.api.set_read_only(on)
         run.out.show(PlainRow(server=found, answer=after), READ_ONLY_COLUMNS)
-        if dry_run:
+        if run.dry_run:
             return
         if after is not on:
             raise BkctlError(f"{found.name} is still {'read-only' if after else 'writable'}")

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
@@ -17,7 +16,7 @@ from bkctl.replication.holdings import MovePlan, MoveProgress, plan_move
 
 from ..kit.columns import Output, PlainRow
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import CopyPace, DryRun, UndoOption, flag
+from ..kit.options import CopyPace, flag
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .members import OneBookie
@@ -153,9 +152,9 @@ class _StepPrinter:
 
 def _depart(
     run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: PlainRow,
-    *, pace: Pace, deadline_s: float | None, watch_s: float | None, undo: Path | None, dry_run: bool,
+    *, pace: Pace, deadline_s: float | None, watch_s: float | None,
 ) -> None:  # fmt: skip
-    """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan; unless `dry_run`, run it.
+    """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan, and run it but in a dry run.
 
     Of its texts `left` describes the state that an interrupted one leaves.
     """
@@ -169,7 +168,7 @@ def _depart(
 
         async def look(bookkeeper: BookKeeper) -> bool:
             departure = create(bookkeeper, bookie, plan)
-            async with aclosing(departure.check(probe=dry_run)) as found:
+            async with aclosing(departure.check(probe=run.dry_run)) as found:
                 async for step in found:
                     steps.take(step)
             return departure.forbidden
@@ -188,7 +187,7 @@ def _depart(
                     await steps.follow(found, progress)
 
         with run.job.working("Asking the bookies"):
-            stays = run.job.ask(run.access.bookkeeper(run.cluster), look) or dry_run
+            stays = run.job.ask(run.access.bookkeeper(run.cluster), look) or run.dry_run
         if not stays:
             run.consent.confirm(texts.question(plan))
             steps.finding_count = 0
@@ -199,7 +198,7 @@ def _depart(
                     done.append(run.job.ask(run.access.bookkeeper(run.cluster), set_read_only))
             total = len(plan.ledgers) or None
             with (
-                run.consent.recorded(run.cluster, undo) as recorded,
+                run.recorded() as recorded,
                 run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
             ):
                 run_within(run, work(), deadline_s, f"The {texts.noun} of {bookie}")
@@ -207,7 +206,7 @@ def _depart(
     run.out.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
 
 
-@command(app, "decommission", connects=True, asks=True, changes=True, prints=rows_of(STEP_COLUMNS))
+@command(app, "decommission", asks=True, undo=True, dry_run=True, prints=rows_of(STEP_COLUMNS))
 def decommission(
     run: Run,
     bookie: OneBookie,
@@ -216,8 +215,6 @@ def decommission(
     watch: ProgressOption,
     skip_unrecoverable: SkipUnrecoverable = False,
     keep_cookie: Annotated[bool, flag("--keep-cookie", "Keep the bookie's cookie.")] = False,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Remove a stopped bookie from the cluster.
 
@@ -243,19 +240,11 @@ def decommission(
         "'bkctl metadata undo' if its cookie is deleted",
     )  # fmt: skip
     create = partial(Decommission, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie)
-    _depart(run, bookie, create, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
+    _depart(run, bookie, create, texts, pace=pace, deadline_s=deadline, watch_s=watch)
 
 
-@command(app, "drain", connects=True, asks=True, changes=True, prints=rows_of(STEP_COLUMNS))
-def drain(
-    run: Run,
-    bookie: OneBookie,
-    pace: CopyPace,
-    deadline: Deadline,
-    watch: ProgressOption,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
-) -> None:
+@command(app, "drain", asks=True, undo=True, dry_run=True, prints=rows_of(STEP_COLUMNS))
+def drain(run: Run, bookie: OneBookie, pace: CopyPace, deadline: Deadline, watch: ProgressOption) -> None:
     """Move all that a running bookie holds to other bookies.
 
     The bookie can be stopped without risk afterwards. The command first makes it read-only over its HTTP server; a
@@ -274,7 +263,7 @@ def drain(
         left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or "
         + _to_go_back(bookie),
     )  # fmt: skip
-    _depart(run, bookie, Drain, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
+    _depart(run, bookie, Drain, texts, pace=pace, deadline_s=deadline, watch_s=watch)
 
 
 def _to_go_back(bookie: str) -> str:

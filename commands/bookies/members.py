@@ -17,7 +17,7 @@ from bkctl.metadata.store import attempt
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
-from ..kit.options import DryRun, UndoOption, WatchOption, flag, word
+from ..kit.options import WatchOption, flag, word
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from ..kit.values import percentage
 
@@ -109,15 +109,13 @@ def list_racks(run: Run) -> None:
     run.out.render(rack_rows(run, run.cluster.bookies.list()), RACK_COLUMNS)
 
 
-@command(racks_app, "set", connects=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
+@command(racks_app, "set", undo=True, dry_run=True, prints=rows_of(CHANGE_COLUMNS))
 def set_racks(
     run: Run,
     bookies: ManyBookies,
     rack: Annotated[str, flag("--rack RACK", "The rack: /rack or /region/rack.")],
     bookie_group: Annotated[str, flag("--group NAME", "Isolation group, for Pulsar's namespaces.")] = "default",
     hostname: Annotated[str | None, flag("--hostname NAME", "Host name to note (default: as it is).")] = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Put bookies into a rack.
 
@@ -129,9 +127,9 @@ def set_racks(
     """
     names = bookie_ids(bookies)
     registered = {bookie.bookie_id for bookie in run.cluster.bookies.list()}
-    with run.consent.recorded(run.cluster, undo) as recorded:
+    with run.recorded() as recorded:
         before = BookieRacks(recorded).all()
-        rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
+        rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=run.dry_run)
     run.out.note(*(f"Bookie {row.bookie_id} is in rack {row.rack} already" for row in rows if row in before))
     run.out.warn(
         *(f"bookie {name} has neither a registration nor a cookie" for name in names if name not in registered)
@@ -139,8 +137,8 @@ def set_racks(
     run.out.render(rows, CHANGE_COLUMNS)
 
 
-@command(racks_app, "unset", connects=True, changes=True, prints=rows_of(CHANGE_COLUMNS))
-def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+@command(racks_app, "unset", undo=True, dry_run=True, prints=rows_of(CHANGE_COLUMNS))
+def unset_racks(run: Run, bookies: ManyBookies) -> None:
     """Remove the racks of bookies.
 
     Changes Pulsar's node `/bookies`, as 'bookies racks set' does. The bookies are in /default-rack then.
@@ -148,11 +146,11 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
     $ bkctl bookies racks unset 10.0.0.1:3181 --dry-run
     """
     names = bookie_ids(bookies)
-    with run.consent.recorded(run.cluster, undo) as recorded:
-        rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
+    with run.recorded() as recorded:
+        rows = BookieRacks(recorded).unset(names, dry_run=run.dry_run)
     run.out.render(rows, CHANGE_COLUMNS, findings=True)
     run.out.note(*(f"Bookie {name} has no rack" for name in names if all(row.bookie_id != name for row in rows)))
-    if rows and not dry_run:
+    if rows and not run.dry_run:
         has = "has" if len(rows) == 1 else "have"
         run.out.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")
 

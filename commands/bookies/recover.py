@@ -28,7 +28,7 @@ from ..kit.activity import Activity
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, scope_option
-from ..kit.options import CopyPace, DryRun, UndoOption, combined, duration_option, flag, watch_option
+from ..kit.options import CopyPace, combined, duration_option, flag, watch_option
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .members import ManyBookies, bookie_ids
@@ -242,10 +242,10 @@ def move_columns(plan: MovePlan) -> Columns:
 @command(
     app,
     "recover",
-    connects=True,
     asks=True,
-    changes=True,
     unless="query",
+    undo=True,
+    dry_run=True,
     prints=rows_of(
         lambda: fragment_columns((), planned=False), lambda: fragment_columns((), planned=True), _moved_columns
     ),
@@ -266,8 +266,6 @@ def recover(
         Path | None,
         flag("--resume FILE", "Record finished ledgers in this file, and skip those that an earlier run recorded."),
     ] = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Copy the ledgers of lost bookies to other bookies.
 
@@ -283,17 +281,17 @@ def recover(
     $ bkctl bookies recover 10.0.0.1:3181 --dry-run
     """
     names = bookie_ids(bookies)
-    if query and (dry_run or delete_cookie or resume is not None):
+    if query and (run.dry_run or delete_cookie or resume is not None):
         raise UsageError(
             "--query changes nothing, so --dry-run, --delete-cookie and --resume do not apply", hint="drop one of them"
         )
     if query:
         _show_held(run, names, ledgers or None)
-    elif dry_run:
+    elif run.dry_run:
         _show_plan(run, names, ledgers or None, skip_open, skip_unrecoverable)
     else:
         recovery = _Recovery(run, run.cluster, names, pace, skip_open, skip_unrecoverable, delete_cookie)
-        recovery.run(recovery.plan(ledgers or None), resume, undo, deadline)
+        recovery.run(recovery.plan(ledgers or None), resume, deadline)
 
 
 @dataclass
@@ -333,13 +331,13 @@ class _Recovery:
             )
         return plan
 
-    def run(self, plan: MovePlan, resume: Path | None, undo: Path | None, deadline_s: float | None) -> None:
+    def run(self, plan: MovePlan, resume: Path | None, deadline_s: float | None) -> None:
         """Move the ledgers, and report what became of them."""
         run, instance_id = self._run, self._cluster.instance_id()
         file = nullcontext() if resume is None else ResumeFile(resume, instance_id=instance_id, bookies=self._names)
         with (
             file as done,
-            run.consent.recorded(self._cluster, undo) as recorded,
+            run.recorded() as recorded,
             run.job.working(
                 "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=self._pace,
                 left="moved ledgers stay moved: run the command again to continue",

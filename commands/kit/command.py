@@ -12,8 +12,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, TypeVar
 
 import typer
@@ -26,7 +27,7 @@ from .columns import ALL, Declaration, Document, Output, object_of, rows_of, uni
 from .consent import Consent
 from .job import LongWork
 from .next_steps import name_connection
-from .options import Composite
+from .options import DRY_RUN, UNDO, Composite
 from .parser import Command, Group
 from .printer import Printer
 from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
@@ -59,8 +60,15 @@ class Run:
         self.job = LongWork(session, self.out)
         self.access = Access(session, levels, options, self.out, self.job)
         self.consent = Consent(session, self.out, self.access, yes=options.yes)
+        #: The file that --undo names.
+        self.undo: Path | None = None
         #: Closed when the command ends.
         self.opened = ExitStack()
+
+    @property
+    def dry_run(self) -> bool:
+        """True with --dry-run."""
+        return bool(self.out.dry_run)
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -68,9 +76,13 @@ class Run:
         return self.opened.enter_context(self.access.cluster())
 
     @property
-    def recorded(self) -> RecordedCluster | None:
+    def bundled(self) -> RecordedCluster | None:
         """The bundle in the cluster's place; None for a cluster."""
         return self.access.recorded if self.cluster else None
+
+    def recorded(self) -> AbstractContextManager[Cluster]:
+        """Return the cluster for work whose changes of nodes all go to the undo file; see `Consent.undo`."""
+        return self.consent.recorded(self.cluster, self.undo)
 
 
 def group(
@@ -105,6 +117,8 @@ def command(
     asks: bool = False,
     changes: bool | str | tuple[str, ...] | None = False,
     unless: str | None = None,
+    undo: bool = False,
+    dry_run: bool = False,
     hidden: bool = False,
     prints: tuple[Document, ...] = (),
 ) -> Callable[[F], F]:
@@ -113,11 +127,15 @@ def command(
     The first parameter of the function is its run; the command fills in parameters of composite types (see
     kit/options.py), and Typer parses the others. `connects`: the command uses a cluster, so its help shows the
     connection options; not `opens`: it only saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`:
-    the audit log records the command unless its parameter `dry_run` is set; a string, or several, name the parameters
-    that make the command change something, and `unless` one that makes it read only; None: the command starts the audit
-    itself. `prints` are the forms of what it prints, for --columns, --sort and the schema. The examples of its help are
-    whole command lines, each behind `$ ` at the end of the docstring.
+    the audit log records the command unless it is a dry run; a string, or several, name the parameters that make the
+    command change something, and `unless` one that makes it read only; None: the command starts the audit itself.
+    `undo`: it changes a cluster, and has `--undo`; `dry_run`: it changes something, and has `--dry-run`. `prints` are
+    the forms of what it prints, for --columns, --sort and the schema. The examples of its help are whole command lines,
+    each behind `$ ` at the end of the docstring.
     """
+    connects = connects or undo
+    if changes is False:
+        changes = undo or dry_run
 
     def register(function: F) -> F:
         own: list[inspect.Parameter] = []
@@ -131,8 +149,9 @@ def command(
             else:
                 composites[param.name] = composite
                 own.extend(composite.parameters)
+        own += [UNDO] * undo + [DRY_RUN] * dry_run
         taken = {param.name for composite in composites.values() for param in composite.parameters}
-        declaration = Declaration(prints, changes is not False, "dry_run" in {param.name for param in own})
+        declaration = Declaration(prints, changes is not False, dry_run)
         global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
         def invoke(**values: Any) -> None:
@@ -143,13 +162,14 @@ def command(
             if run.out.selection != ALL or run.out.output is Output.ID:
                 # Before anything is read or changed.
                 run.out.selection.check(declaration.forms(run.out.output), run.out.output)
+            run.out.dry_run = values.pop("dry_run") if dry_run else None
+            run.undo = values.pop("undo") if undo else None
             arguments = {name: composite.resolve(values) for name, composite in composites.items()}
             arguments.update({key: value for key, value in values.items() if key not in taken})
             causes = (changes,) if isinstance(changes, str) else changes
             is_change = any(arguments[name] for name in causes) if isinstance(causes, tuple) else bool(causes)
             if unless is not None:
                 is_change = is_change and not arguments[unless]
-            run.out.dry_run = arguments.get("dry_run")
             if is_change and not run.out.dry_run:
                 run.consent.start_audit(begun=not (connects and opens))
             interrupts.begin_work()

@@ -309,8 +309,10 @@ def file_argument(help: str) -> Composite:
 
 # --- changing and watching ------------------------------------------------------------------------------------------
 
-#: `--dry-run` of commands that change something.
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, without changing it.")]
+#: `--dry-run` of commands that change something; see Run.dry_run.
+DRY_RUN: Final = option(
+    "dry_run", bool, "--dry-run", help="Show what would change, without changing it.", default=False
+)
 
 #: `--yes-really ID` of commands whose loss cannot be undone; see Run.confirm_name.
 YesReally = Annotated[
@@ -318,13 +320,11 @@ YesReally = Annotated[
     typer.Option("--yes-really", metavar="ID", help="Go ahead without a question; --yes alone is not enough."),
 ]
 
-#: `--undo FILE`; see Run.undo.
-UndoOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--undo", metavar="FILE", help="New file for 'metadata undo' (default: in the user's state directory), or none."
-    ),
-]
+#: `--undo FILE`; see Run.recorded.
+UNDO: Final = option(
+    "undo", Path, "--undo", metavar="FILE",
+    help="New file for 'metadata undo' (default: in the user's state directory), or none.",
+)  # fmt: skip
 
 KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Continue after failures, and report them at the end (exit code 3).")

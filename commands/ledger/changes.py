@@ -18,7 +18,7 @@ from bkctl.pace import Pace
 
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LedgersOrFile, ManyLedgers
-from ..kit.options import DryRun, KeepGoing, UndoOption, flag, pace_option
+from ..kit.options import KeepGoing, flag, pace_option
 from ..kit.texts import counted, size_text
 from ..kit.values import tap
 from .listing import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_columns, parse_states
@@ -40,7 +40,7 @@ DELETED_COLUMNS = Columns(
 )
 
 
-@command(app, "delete", connects=True, asks=True, changes=True, prints=rows_of(DELETED_COLUMNS))
+@command(app, "delete", asks=True, undo=True, dry_run=True, prints=rows_of(DELETED_COLUMNS))
 def delete(
     run: Run,
     ledgers: LedgersOrFile,
@@ -54,8 +54,6 @@ def delete(
         Path | None,
         flag("--backup FILE", "Export the metadata first, to a new file or directory, for 'metadata import'."),
     ] = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Delete ledgers.
 
@@ -73,18 +71,18 @@ def delete(
     report = partial(_report, run, errors)
     with run.out.rows(DELETED_COLUMNS) as writer:
         with run.job.working("Looking at the ledgers"):
-            seen = {"seen": writer.row} if dry_run else {}
+            seen = {"seen": writer.row} if run.dry_run else {}
             plan = plan_removal(run.cluster, ledgers, states=states, keep_missing=ignore_missing, **seen)
         if not keep_going:
             plan.check()
         writer.rows(tap(plan.failures, report))
-        if plan.ledgers and not dry_run:
+        if plan.ledgers and not run.dry_run:
             run.consent.confirm(_loss(plan))
             if backup is not None:
                 _export(run, plan.ledgers, backup)
             total, left = len(plan.ledgers), "deleted ledgers stay deleted: run the command again for the rest"
             with (
-                run.consent.recorded(run.cluster, undo) as recorded,
+                run.recorded() as recorded,
                 run.job.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
             ):
                 removed = remove_ledgers(
@@ -152,17 +150,15 @@ RECOVERY_PLAN_COLUMNS = Columns(
 @command(
     app,
     "recover",
-    connects=True,
     asks=True,
-    changes=True,
+    undo=True,
+    dry_run=True,
     prints=rows_of(LEDGER_COLUMNS, RECOVERY_PLAN_COLUMNS, table=LEDGER_TABLE_COLUMNS),
 )
 def recover(
     run: Run,
     ledgers: ManyLedgers,
     accept_loss: Annotated[bool, flag("--accept-loss", "Close a ledger even if no bookie has its last entry.")] = False,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Close ledgers whose writer died.
 
@@ -184,8 +180,8 @@ def recover(
     """
     from bkctl.client.ledger_series import plan_recoveries, recover_ledgers
 
-    looks = partial(plan_recoveries, ledgers=ledgers, with_losses=accept_loss or dry_run)
-    if dry_run:
+    looks = partial(plan_recoveries, ledgers=ledgers, with_losses=accept_loss or run.dry_run)
+    if run.dry_run:
         with run.job.working("Looking at the ledgers"), run.out.rows(RECOVERY_PLAN_COLUMNS) as writer:
             run.job.take_each(run.access.bookkeeper(run.cluster), looks, writer.row)
         return
@@ -197,7 +193,7 @@ def recover(
     if opened:
         run.consent.confirm(_question(opened, losses))
     with (
-        run.consent.recorded(run.cluster, undo) as recorded,
+        run.recorded() as recorded,
         run.job.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
         run.out.rows(list_columns(run)) as writer,
     ):

@@ -21,7 +21,6 @@ from ..kit.options import (
     LedgerShape,
     ProtocolOption,
     ReadPace,
-    UndoOption,
     count_option,
     digest_type_option,
     flag,
@@ -159,7 +158,7 @@ COPY_COLUMNS = Columns(
 )
 
 
-@command(app, "copy", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
+@command(app, "copy", undo=True, prints=rows_of(COPY_COLUMNS))
 def copy(
     run: Run,
     ledgers: LedgersOrFile,
@@ -184,7 +183,6 @@ def copy(
     recover: Annotated[bool, flag("--recover", "Close an open ledger first; its writer can add no more.")] = False,
     open_ledgers: Annotated[bool, flag("--open", "Copy an open ledger, too, up to its last confirmed entry.")] = False,
     keep_going: KeepGoing = False,
-    undo: UndoOption = None,
 ) -> None:
     """Copy ledgers to another scope, id or cluster.
 
@@ -206,7 +204,7 @@ def copy(
             raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
     with ExitStack() as stack:
         connected = stack.enter_context(run.access.cluster())
-        source = stack.enter_context(run.consent.recorded(connected, undo)) if recover else connected
+        source = stack.enter_context(run.consent.recorded(connected, run.undo)) if recover else connected
         target = source if to is None else stack.enter_context(run.access.open_other_cluster(to, login=login))
         activity = stack.enter_context(
             run.job.working(

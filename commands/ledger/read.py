@@ -22,7 +22,6 @@ from ..kit.options import (
     Entries,
     LedgerPassword,
     ProtocolOption,
-    UndoOption,
     count_option,
     flag,
 )
@@ -176,7 +175,7 @@ AsAdminOption = Annotated[
 NoVerifyOption = Annotated[bool, flag("--no-verify", "Do not check the entries' digests.")]
 
 
-@command(app, "read", connects=True, changes=("recover", "as_admin"), prints=rows_of(_shown_columns))
+@command(app, "read", changes=("recover", "as_admin"), undo=True, prints=rows_of(_shown_columns))
 def read(
     run: Run,
     ledger: OneLedger,
@@ -193,7 +192,6 @@ def read(
     delimiter: DelimiterOption = None,
     template: TemplateOption = None,
     as_admin: AsAdminOption = False,
-    undo: UndoOption = None,
 ) -> None:
     """Read the entries of a ledger, up to the last confirmed.
 
@@ -218,7 +216,7 @@ def read(
         recovery=recover, bookie_id=bookie, verify=not no_verify, note=run.out.detail,
     )  # fmt: skip
     with (
-        run.consent.recorded(run.cluster, undo) if recover else nullcontext(run.cluster) as recorded,
+        run.recorded() if recover else nullcontext(run.cluster) as recorded,
         run.job.working(f"Reading ledger {ledger}"),
     ):
         columns = entry_columns(ledger, body or format is not None, format)

@@ -19,7 +19,7 @@ from ..kit.columns import hex_column
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScopeOfAny, scope_option
 from ..kit.next_steps import next_column
-from ..kit.options import DryRun, RecordPace, UndoOption, count_option, flag, pace_option
+from ..kit.options import RecordPace, count_option, flag, pace_option
 from ..kit.texts import RED, YELLOW, counted
 from ..kit.values import tap
 
@@ -68,12 +68,9 @@ ORPHAN_COLUMNS = Columns(
 )
 
 
-@command(app, "orphans", connects=True, asks=True, changes="delete", prints=rows_of(ORPHAN_COLUMNS))
+@command(app, "orphans", asks=True, changes="delete", undo=True, dry_run=True, prints=rows_of(ORPHAN_COLUMNS))
 def list_orphans(
-    run: Run,
-    delete: Annotated[bool, flag("--delete", "Remove the orphans that are REMOVABLE, after asking.")] = False,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
+    run: Run, delete: Annotated[bool, flag("--delete", "Remove the orphans that are REMOVABLE, after asking.")] = False
 ) -> None:
     """List nodes that belong to nothing, or remove them.
 
@@ -89,13 +86,13 @@ def list_orphans(
     if not found:
         run.out.note("No orphans")
     removable = [each for each in found if each.removable]
-    if not delete or dry_run or not removable:
+    if not delete or run.dry_run or not removable:
         run.out.finish_with(len(found), "orphan", "orphans")
         return
     node_count = sum(each.node_count for each in removable)
     run.consent.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {run.cluster.uri}")
     with (
-        run.consent.recorded(run.cluster, undo) as recorded,
+        run.recorded() as recorded,
         run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
     ):
         remove_orphans(recorded, removable)
@@ -166,15 +163,13 @@ REPLACEMENT_COLUMNS = Columns(
 )
 
 
-@command(app, "replace-bookie", connects=True, asks=True, changes=True, prints=rows_of(REPLACEMENT_COLUMNS))
+@command(app, "replace-bookie", asks=True, undo=True, dry_run=True, prints=rows_of(REPLACEMENT_COLUMNS))
 def replace_bookie_id(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
     pace: Annotated[Pace, pace_option("Change at most N ledgers per second.", has_bytes=False)],
     old: Annotated[str | None, flag("--from BOOKIE", "The bookie id to replace.")] = None,
     new: Annotated[str | None, flag("--to BOOKIE", "The new bookie id.")] = None,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Replace a bookie id in the metadata of every ledger.
 
@@ -193,10 +188,10 @@ def replace_bookie_id(
         raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
     if run.cluster.bookies.get(new) is None:
         raise NotFound(f"No bookie {new} in {run.cluster.store.name}", hint="'bkctl bookies list' shows them")
-    if not dry_run:
+    if not run.dry_run:
         run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {run.cluster.uri}")
     with (
-        run.consent.recorded(run.cluster, undo) as recorded,
+        run.recorded() as recorded,
         run.job.working(
             "Replacing",
             unit="ledgers",
@@ -205,9 +200,11 @@ def replace_bookie_id(
         ) as activity,
         run.out.rows(REPLACEMENT_COLUMNS) as writer,
     ):
-        replaced = replace_bookie(recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update)
+        replaced = replace_bookie(
+            recorded, old, new, pace=pace, limit=limit, dry_run=run.dry_run, progress=activity.update
+        )
         writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
     if registered is None and not kept:
         raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
-    run.out.note(f"{kept[False]:,} ledgers {'would be' if dry_run else 'were'} changed")
+    run.out.note(f"{kept[False]:,} ledgers {'would be' if run.dry_run else 'were'} changed")
     run.out.finish_with(kept[True], "ledger was left unchanged", "ledgers were left unchanged")

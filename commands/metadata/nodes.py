@@ -20,7 +20,7 @@ from bkctl.metadata.ledgers import VersionedMetadata
 
 from ..kit.columns import Output, PlainRow
 from ..kit.command import Run, command, group, object_of, rows_of
-from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option, flag, word
+from ..kit.options import BinaryFormat, BinaryFormatOption, count_option, flag, word
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
 
@@ -208,7 +208,13 @@ UNDO_FILE_COLUMNS = Columns(
 
 
 @command(
-    app, "undo", connects=True, asks=True, changes=("file", "last"), prints=rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS)
+    app,
+    "undo",
+    asks=True,
+    changes=("file", "last"),
+    undo=True,
+    dry_run=True,
+    prints=rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS),
 )
 def undo_command(
     run: Run,
@@ -225,8 +231,6 @@ def undo_command(
             "The store of FILE has another URI since, as after an exchange of its hosts. Not for copies.",
         ),
     ] = False,
-    undo_file: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Undo a command, from the undo file that it wrote.
 
@@ -271,13 +275,13 @@ def undo_command(
         path = run.consent.undo_directory / path
     if not path.exists():
         raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
-    if not dry_run:
+    if not run.dry_run:
         run.consent.confirm(f"The changes in {path} would be undone in {run.cluster.uri}")
     outcomes = Counter[str]()
-    kept = nullcontext() if dry_run else run.consent.undo(run.cluster, undo_file)
+    kept = nullcontext() if run.dry_run else run.consent.undo(run.cluster, run.undo)
     with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
         asks = _asking_bookies(run)
-        undone = undo(run.cluster, path, dry_run=dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
+        undone = undo(run.cluster, path, dry_run=run.dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
         writer.rows(tap(undone, lambda row: outcomes.update((row.outcome,))))
     if outcomes["moved"]:
         run.out.error(

@@ -29,7 +29,7 @@ from ..kit.access import LoginOfTarget
 from ..kit.columns import Output, PlainRow
 from ..kit.command import Access, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
-from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag, word
+from ..kit.options import RecordPace, file_argument, flag, word
 from ..kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
@@ -116,14 +116,12 @@ def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
         run.out.note(f"The layout of ledgers changes from {names[0]} to {names[1]}")
 
 
-@command(app, "import", connects=True, asks=True, changes=True, prints=rows_of(IMPORTED_COLUMNS))
+@command(app, "import", asks=True, undo=True, dry_run=True, prints=rows_of(IMPORTED_COLUMNS))
 def import_(
     run: Run,
     path: Annotated[Path, file_argument("The file that 'metadata export' wrote; - is stdin.")],
     pace: RecordPace,
     overwrite: Overwrite = False,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Import an export into an empty store or its own cluster.
 
@@ -138,25 +136,25 @@ def import_(
     with _import_file(path) as kept, ExportFile(kept) as source:
         with run.job.working("Checking the export", unit="records") as activity:
             counts = source.check(activity.update)
-        if overwrite and not dry_run:
+        if overwrite and not run.dry_run:
             place = parse_uri(run.access.connection().uri).text
             run.consent.confirm(f"Metadata in {place} would be replaced with that in {path}")
         with ExitStack() as stack:
             try:
-                target = stack.enter_context(run.access.cluster(create_store=not dry_run))
-                plan = prepare_target(target, source, dry_run=dry_run)
+                target = stack.enter_context(run.access.cluster(create_store=not run.dry_run))
+                plan = prepare_target(target, source, dry_run=run.dry_run)
                 note_layout(run, source.header, plan)
                 is_new = plan.is_new
             except NotFound:
-                if not dry_run:
+                if not run.dry_run:
                     raise
                 is_new = True  # no SQLite file yet
-            if is_new and dry_run:
+            if is_new and run.dry_run:
                 show_imported(run, ImportSummary(counts))
                 return
-            recorded = nullcontext(target) if is_new else run.consent.recorded(target, undo)
+            recorded = nullcontext(target) if is_new else run.consent.recorded(target, run.undo)
             imported = _fill(
-                run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=dry_run
+                run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=run.dry_run
             )
     show_imported(run, imported)
     if imported.conflicts:
@@ -241,7 +239,7 @@ def _open(access: Access, stack: ExitStack, text: str | None) -> DumpSource:
     return stack.enter_context(source)
 
 
-@command(app, "migrate", connects=True, asks=True, changes=True, prints=rows_of(IMPORTED_COLUMNS))
+@command(app, "migrate", asks=True, undo=True, dry_run=True, prints=rows_of(IMPORTED_COLUMNS))
 def migrate(
     run: Run,
     *,
@@ -255,8 +253,6 @@ def migrate(
     live: Annotated[
         bool, flag("--live", "Copy even while bookies are registered; changes made meanwhile are reported.")
     ] = False,
-    undo: UndoOption = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Copy a cluster's metadata into another store.
 
@@ -274,9 +270,9 @@ def migrate(
     with run.access.cluster() as source_cluster, ExitStack() as stack:
         source = ClusterSource(source_cluster)
         try:
-            target = stack.enter_context(run.access.open_other_cluster(to, login=login, create_store=not dry_run))
+            target = stack.enter_context(run.access.open_other_cluster(to, login=login, create_store=not run.dry_run))
         except NotFound:
-            if not dry_run:
+            if not run.dry_run:
                 raise
             _refuse_registered(live, source_cluster)
             _show_planned(run, source)  # no SQLite file yet
@@ -286,15 +282,15 @@ def migrate(
         plan = prepare_target(target, source, dry_run=True)
         _refuse_registered(live, *((source_cluster,) if plan.is_new else (source_cluster, target)))
         note_layout(run, source.header, plan)
-        if dry_run and plan.is_new:
+        if run.dry_run and plan.is_new:
             _show_planned(run, source)
             return
-        if overwrite and not dry_run and not plan.is_new:
+        if overwrite and not run.dry_run and not plan.is_new:
             run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
-        prepare_target(target, source, dry_run=dry_run)
-        recorded = nullcontext(target) if plan.is_new else run.consent.recorded(target, undo, elsewhere=True)
-        imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=dry_run)
-        differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
+        prepare_target(target, source, dry_run=run.dry_run)
+        recorded = nullcontext(target) if plan.is_new else run.consent.recorded(target, run.undo, elsewhere=True)
+        imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=run.dry_run)
+        differences = 0 if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
     between = f"between {source_cluster.uri} and {target.uri}"
     run.out.finish_with(differences, f"difference {between}", f"differences {between}")

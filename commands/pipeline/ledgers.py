@@ -16,7 +16,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import AnyLedgers, scope_option
-from ..kit.options import DryRun, combined, duration_option, flag, option, word
+from ..kit.options import combined, duration_option, flag, option, word
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
 from .common import PLACES, SparkOptions, bookies_at, check_cluster, connection_options, ledger_of, spark_job
@@ -179,7 +179,7 @@ def export(
         frame_rows(run, rows, EXPORT_COLUMNS, saves)
 
 
-@command(app, "import", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
+@command(app, "import", connects=True, dry_run=True, prints=rows_of(COPY_COLUMNS))
 def import_(
     run: Run,
     path: Annotated[str, word("PATH", "A directory that 'pipeline export' created.")],
@@ -199,7 +199,6 @@ def import_(
             "File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).",
         ),
     ] = None,
-    dry_run: DryRun = False,
 ) -> None:
     """Create the ledgers of an export.
 
@@ -221,11 +220,11 @@ def import_(
     with spark_job(run, spark, "import", saves, COPY_COLUMNS) as session:
         from bkctl.spark.jobs.archive import import_ledgers
 
-        rows = import_ledgers(session, _place(path), options, to_scope_id=to_scope_id, dry_run=dry_run)
+        rows = import_ledgers(session, _place(path), options, to_scope_id=to_scope_id, dry_run=run.dry_run)
         _show_copies(run, rows, saves)
 
 
-@command(app, "migrate-scope", connects=True, changes=True, prints=rows_of(COPY_COLUMNS))
+@command(app, "migrate-scope", connects=True, dry_run=True, prints=rows_of(COPY_COLUMNS))
 def migrate_scope(
     run: Run,
     which: AnyLedgers,
@@ -233,7 +232,6 @@ def migrate_scope(
     sizes: NewSizes,
     spark: SparkOptions,
     saves: SaveRows,
-    dry_run: DryRun = False,
 ) -> None:
     """Copy ledgers to another scope, under the same ids.
 
@@ -255,7 +253,12 @@ def migrate_scope(
         from bkctl.spark.jobs.copying import migrate_scope as migrate
 
         rows = migrate(
-            session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers or (), dry_run=dry_run
+            session,
+            options,
+            to_scope_id,
+            from_scope_id=which.scope_id,
+            ledgers=which.ledgers or (),
+            dry_run=run.dry_run,
         )
         _show_copies(run, rows, saves)
 
