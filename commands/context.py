@@ -103,9 +103,7 @@ def add(
             hint="give --metadata-user and --metadata-password-file, --metadata-tls-ca …",
         )
     given: dict[str, Any] = {setting.field: getattr(options, setting.field) for setting in CONTEXT_SETTINGS}
-    kept: dict[str, Any] = {
-        name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()
-    }
+    given |= {name: path.absolute() for name, path in given.items() if isinstance(path, Path)}
     context = GlobalOptions(**{**given, "metadata_uri": location.text})
     contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)
     if use:
