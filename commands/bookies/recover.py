@@ -171,7 +171,12 @@ def _row(
     plan: PlannedFragment | None = None, problem: str | None = None,
 ) -> PlainRow:  # fmt: skip
     """Return a fragment on the bookies, for --query and --dry-run; no fragment: metadata that is unreadable."""
-    return PlainRow(ledger=ledger, state=state and state.name, fragment=fragment, plan=plan, problem=problem)
+    return PlainRow(
+        ledger=ledger, state=state and state.name, fragment=fragment, plan=plan, problem=problem,
+        last_entry_id=fragment.last_entry_id if fragment is not None and fragment.closed else None,
+        new_ensemble=plan.new_ensemble if plan is not None and plan.targets else None,
+        unreadable=None if plan is None else entry_spans(plan.unreadable),
+    )  # fmt: skip
 
 
 def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
@@ -184,41 +189,18 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
         Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
         Column("STATE", "state", "state", spare=1),
         Column("FIRST ENTRY", "firstEntryId", value_at("fragment.first_entry_id"), Kind.INTEGER),
-        Column("LAST ENTRY", "lastEntryId", _last_entry_id, Kind.INTEGER),
+        Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
         Column("REPLICAS", "entryCount", value_at("fragment.held_count"), Kind.INTEGER),
         Column("ENSEMBLE", "ensemble", value_at("fragment.ensemble"), Kind.NESTED, shape=TEXTS, text=marked),
         Column(None, "bookies", value_at("fragment.bookies"), Kind.NESTED, shape=TEXTS),
     ]
     if planned:
         columns += [
-            Column("NEW ENSEMBLE", "newEnsemble", _new_ensemble, Kind.NESTED, shape=TEXTS, text=", ".join),
+            Column("NEW ENSEMBLE", "newEnsemble", "new_ensemble", Kind.NESTED, shape=TEXTS, text=", ".join),
             Column("CLOSED FIRST", "closesLedger", value_at("plan.closes"), Kind.BOOLEAN, style={"yes": YELLOW}),
-            Column(None, "unreadableEntries", _unreadable, Kind.NESTED, optional=True),
+            Column(None, "unreadableEntries", "unreadable", Kind.NESTED, optional=True),
         ]
     return Columns(*columns, Column("PROBLEM", "problem", "problem"), key="ledger")
-
-
-def _last_entry_id(row: PlainRow) -> int | None:
-    return row.fragment.last_entry_id if row.fragment is not None and row.fragment.closed else None
-
-
-def _new_ensemble(row: PlainRow) -> Sequence[str] | None:
-    return row.plan.new_ensemble if row.plan is not None and row.plan.targets else None
-
-
-def _unreadable(row: PlainRow) -> list[dict[str, int]] | None:
-    return None if row.plan is None else entry_spans(row.plan.unreadable)
-
-
-def _planned_row(planned: PlannedFragment | LedgerMove) -> PlainRow:
-    if not isinstance(planned, PlannedFragment):
-        return _row(planned.ledger, planned.state, None, problem=planned.problem)
-    held = planned.held
-    return _row(held.ledger, held.metadata.state, planned.fragment, plan=planned, problem=planned.problem)
-
-
-def _moved_columns() -> Columns:
-    return move_columns(MovePlan())
 
 
 def move_columns(plan: MovePlan) -> Columns:
@@ -239,17 +221,12 @@ def move_columns(plan: MovePlan) -> Columns:
     )  # fmt: skip
 
 
-@command(
-    app,
-    "recover",
-    asks=True,
-    unless="query",
-    undo=True,
-    dry_run=True,
-    prints=rows_of(
-        lambda: fragment_columns((), planned=False), lambda: fragment_columns((), planned=True), _moved_columns
-    ),
+_PRINTED: Final = rows_of(
+    fragment_columns((), planned=False), fragment_columns((), planned=True), move_columns(MovePlan())
 )
+
+
+@command(app, "recover", asks=True, unless="query", undo=True, dry_run=True, prints=_PRINTED)
 def recover(
     run: Run,
     bookies: ManyBookies,
@@ -290,7 +267,7 @@ def recover(
     elif run.dry_run:
         _show_plan(run, names, ledgers or None, skip_open, skip_unrecoverable)
     else:
-        recovery = _Recovery(run, run.cluster, names, pace, skip_open, skip_unrecoverable, delete_cookie)
+        recovery = _Recovery(run, names, pace, skip_open, skip_unrecoverable, delete_cookie)
         recovery.run(recovery.plan(ledgers or None), resume, deadline)
 
 
@@ -299,7 +276,6 @@ class _Recovery:
     """One run of the command that changes something: its settings, and what became of the ledgers."""
 
     _run: Run
-    _cluster: Cluster
     _names: Sequence[str]
     _pace: Pace
     _skip_open: bool
@@ -313,7 +289,7 @@ class _Recovery:
 
     def plan(self, ids: list[LedgerId] | None) -> MovePlan:
         """Return the ledgers to move, once the user agrees."""
-        names, cluster = self._names, self._cluster
+        names, cluster = self._names, self._run.cluster
         with self._run.job.working("Looking at the ledgers"):
             plan = plan_move(cluster, names, ids)
         up = [each for each in cluster.bookies.list(include_down=False) if each.bookie_id in names]
@@ -324,7 +300,9 @@ class _Recovery:
             )
         if self._delete_cookie:
             check_scopes_known(cluster)
-        _check_known(cluster, names, plan)
+        for name in () if plan.ledgers or plan.damaged else names:
+            if cluster.bookies.get(name) is None:  # It may be misspelt.
+                raise NotFound(f"No bookie {name}, and no ledger names it", hint="'bkctl bookies list' shows them")
         if plan.ledgers or self._delete_cookie:
             self._run.consent.confirm(
                 loss_text(plan, names, up, skip_open=self._skip_open, delete_cookie=self._delete_cookie)
@@ -333,7 +311,7 @@ class _Recovery:
 
     def run(self, plan: MovePlan, resume: Path | None, deadline_s: float | None) -> None:
         """Move the ledgers, and report what became of them."""
-        run, instance_id = self._run, self._cluster.instance_id()
+        run, instance_id = self._run, self._run.cluster.instance_id()
         file = nullcontext() if resume is None else ResumeFile(resume, instance_id=instance_id, bookies=self._names)
         with (
             file as done,
@@ -369,7 +347,12 @@ class _Recovery:
                     outcomes[move.outcome] += 1
                     if move.outcome is MoveOutcome.UNRECOVERABLE and self._skip_unrecoverable:
                         self._skipped.add(move.ledger)
-            self._notes = [_moved_text(outcomes[MoveOutcome.MOVED], mover.progress)]
+            progress, moved_count = mover.progress, outcomes[MoveOutcome.MOVED]
+            self._notes = [
+                f"{moved_count:,} of {counted(len(plan.ledgers), 'ledger', 'ledgers')} moved: "
+                f"{counted(progress.entry_count, 'entry', 'entries')}, {size_text(progress.size_bytes)}, "
+                f"in {time_text(progress.elapsed_s)}"
+            ]
             if self._delete_cookie:
                 self._kept_count = len({ledger for ledger, _ in await mover.left()} - self._skipped)
                 if not self._kept_count:
@@ -394,15 +377,6 @@ class _Recovery:
             )
         text = "; ".join(problems)
         out.finish_with(len(problems), f"finding: {text}", f"findings: {text}")
-
-
-def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
-    """Raise NotFound if neither a registration, a cookie nor a ledger names one of the bookies: it may be misspelt."""
-    if plan.ledgers or plan.damaged:
-        return
-    for name in names:
-        if cluster.bookies.get(name) is None:
-            raise NotFound(f"No bookie {name}, and no ledger names it", hint="'bkctl bookies list' shows them")
 
 
 def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> None:
@@ -437,7 +411,11 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
 
     def take(each: PlannedFragment | LedgerMove) -> None:
         nonlocal count, problem_count, last, last_problem
-        row = _planned_row(each)
+        row = (
+            _row(each.held.ledger, each.held.metadata.state, each.fragment, plan=each, problem=each.problem)
+            if isinstance(each, PlannedFragment)
+            else _row(each.ledger, each.state, None, problem=each.problem)
+        )
         writer.row(row)
         count += row.ledger != last
         last = row.ledger
@@ -454,11 +432,3 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
         )  # fmt: skip
     run.out.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}")
     run.out.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")
-
-
-def _moved_text(moved_count: int, progress: MoveProgress) -> str:
-    return (
-        f"{moved_count:,} of {counted(len(progress.plan.ledgers), 'ledger', 'ledgers')} moved: "
-        f"{counted(progress.entry_count, 'entry', 'entries')}, {size_text(progress.size_bytes)}, "
-        f"in {time_text(progress.elapsed_s)}"
-    )
