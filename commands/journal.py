@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import NotFound, UsageError
 
 from .kit.columns import hex_column
 from .kit.command import Run, command, group, rows_of
@@ -78,9 +78,7 @@ def list_journals(
     """
     from bkctl.files.journals import journal_summaries
 
-    errors: list[BkctlError] = []
-    run.out.render(collect_errors(journal_summaries(run.access.directories(directories)), errors), JOURNAL_COLUMNS)
-    run.out.raise_first(errors)
+    run.out.render(collect_errors(journal_summaries(run.access.directories(directories)), run.errors), JOURNAL_COLUMNS)
 
 
 @command(app, "read", prints=rows_of(lambda: shown_record_columns("journalId")))
@@ -344,8 +342,7 @@ def stats(
     from bkctl.files.journals import journal_statistics
 
     _, _, files = _journals(run, names, directories)
-    errors: list[BkctlError] = []
-    rows = collect_errors(filter(None, map(journal_statistics, files)), errors)
+    rows = collect_errors(filter(None, map(journal_statistics, files)), run.errors)
     with run.job.working("Reading journals"):
         if by is not JournalGrouping.FILE:
             sums = sorted(_sums(rows, by), key=itemgetter(2), reverse=True)
@@ -354,7 +351,6 @@ def stats(
             run.out.render(sorted(rows, key=attrgetter("record_bytes"), reverse=True)[:top], STATS_COLUMNS)
         else:
             run.out.render(rows, STATS_COLUMNS)
-    run.out.raise_first(errors)
 
 
 def _sums(files: Iterable[JournalStatistics], by: JournalGrouping) -> list[Sum]:

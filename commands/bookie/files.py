@@ -112,10 +112,8 @@ def files(
     """
     kinds = _kinds(kind or [])
     found = run.access.directories(directories).files()
-    errors: list[BkctlError] = []
     columns = run.out.table_columns(FILE_TABLE_COLUMNS, FILE_COLUMNS)
-    run.out.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)
-    run.out.raise_first(errors)
+    run.out.render((_file_row(file, run.errors) for file in found if not kinds or file.kind in kinds), columns)
 
 
 def _file_row(file: BookieFile, errors: list[BkctlError]) -> PlainRow:
@@ -213,9 +211,7 @@ def show(
         if meta:
             ledgers = indexes.ledgers(which.scope_id) if which.ledgers is None else which.ledgers
             columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
-            errors: list[BkctlError] = []
-            run.out.render(_metas(indexes, ledgers, errors, named=which.ledgers is not None), columns)
-            run.out.raise_first(errors)
+            run.out.render(_metas(indexes, ledgers, run.errors, named=which.ledgers is not None), columns)
         elif gaps:
             run.out.render(_places(indexes, which.ledgers or [], methodcaller("gaps")), GAP_COLUMNS)
         else:

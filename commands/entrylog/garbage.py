@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from bkctl.checks.garbage import LogUse, Thresholds, log_uses
 from bkctl.columns import TEXTS, Column, Columns, Kind
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import UsageError
 from bkctl.model import LedgerLiveness
 
 from ..kit.columns import PlainRow, with_hex
@@ -76,11 +76,10 @@ def active(
     """
     paths = find_all_logs(run, names, directories, every)
     wanted = set(states or LedgerLiveness)
-    errors: list[BkctlError] = []
-    with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
+    with open_liveness(run, paths) as liveness, run.job.working("Reading entry logs"):
         rows = (
             (use, each)
-            for use in collect_errors(log_uses(paths, liveness.states), errors)
+            for use in collect_errors(log_uses(paths, liveness.states), run.errors)
             for each in use.ledgers
             if each.state in wanted
         )
@@ -88,7 +87,6 @@ def active(
         run.out.render(
             (PlainRow(log=log, ledger=ledger, topic=topic) for (log, ledger), topic in named), ACTIVE_COLUMNS
         )
-    run.out.raise_first(errors)
 
 
 def _use_row(use: LogUse, limits: Thresholds, liveness: Liveness) -> PlainRow:
@@ -166,18 +164,16 @@ def garbage(
     order = log_order(run, sort)
     paths = find_all_logs(run, names, directories, every)
     limits = thresholds_of(run, thresholds)
-    errors: list[BkctlError] = []
     sums = _GarbageTotals()
     rows: Iterable[PlainRow]
-    with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
-        uses = collect_errors(log_uses(paths, liveness.states), errors)
+    with open_liveness(run, paths) as liveness, run.job.working("Reading entry logs"):
+        uses = collect_errors(log_uses(paths, liveness.states), run.errors)
         rows = sums.watch(_use_row(use, limits, liveness) for use in uses)
         if order is not LogOrder.ID:
             rows = sorted(rows, key=_USE_KEYS[order])
         run.out.render(rows, GARBAGE_COLUMNS)
     if sums.count:
         run.out.note(str(sums))
-    run.out.raise_first(errors)
 
 
 def _modified(row: PlainRow) -> float:

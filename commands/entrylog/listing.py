@@ -117,12 +117,12 @@ def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | N
 
 
 @contextmanager
-def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iterator[Liveness]:
-    """Yield the state of the cluster's ledgers; problems with reading it are added to `errors` at the end."""
+def open_liveness(run: Run, paths: list[Path]) -> Iterator[Liveness]:
+    """Yield the state of the cluster's ledgers; problems with reading it become errors of the run at the end."""
     check_instance(run.cluster, paths)
     liveness = Liveness(run.cluster.ledgers)
     yield liveness
-    errors.extend(liveness.problems)
+    run.errors.extend(liveness.problems)
 
 
 LOG_COLUMNS = Columns(
@@ -164,15 +164,14 @@ def list_logs(
     """
     order = log_order(run, sort)
     given = run.access.directories(directories)
-    errors: list[BkctlError] = []
-    summaries = collect_errors(entry_log_summaries(given), errors)
+    summaries = collect_errors(entry_log_summaries(given), run.errors)
     if order is LogOrder.GARBAGE:
         from bkctl.checks.garbage import log_uses
 
         found = {summary.file.path: summary for summary in summaries}
         good = [path for path, summary in found.items() if summary.error is None]
-        with open_liveness(run, good, errors) as liveness, run.job.working("Reading entry logs"):
-            uses = {use.path: use for use in collect_errors(log_uses(good, liveness.states), errors)}
+        with open_liveness(run, good) as liveness, run.job.working("Reading entry logs"):
+            uses = {use.path: use for use in collect_errors(log_uses(good, liveness.states), run.errors)}
         rows = [PlainRow(summary=summary, use=uses.get(path)) for path, summary in found.items()]
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
         run.out.render(rows, LOG_GARBAGE_COLUMNS)
@@ -181,7 +180,6 @@ def list_logs(
     else:
         ordered = sorted(summaries, key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms)
         run.out.render((PlainRow(summary=each) for each in ordered), LOG_COLUMNS)
-    run.out.raise_first(errors)
 
 
 SHARE_COLUMNS = Columns(
@@ -204,10 +202,8 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
 
     $ bkctl entrylog show 0 --conf bk_server.conf
     """
-    errors: list[BkctlError] = []
     with run.job.working("Reading entry logs"):
-        run.out.render(_shares(find_logs(run, names, directories), errors), SHARE_COLUMNS)
-    run.out.raise_first(errors)
+        run.out.render(_shares(find_logs(run, names, directories), run.errors), SHARE_COLUMNS)
 
 
 def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[PlainRow]:

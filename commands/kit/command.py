@@ -62,6 +62,8 @@ class Run:
         self.consent = Consent(session, self.out, self.access, yes=options.yes)
         #: The file that --undo names.
         self.undo: Path | None = None
+        #: Problems that do not stop the command: at its end the first is raised, and the others are printed.
+        self.errors: list[BkctlError] = []
         #: Closed when the command ends.
         self.opened = ExitStack()
 
@@ -176,6 +178,7 @@ def command(
             try:
                 with run.opened:
                     function(run, **arguments)
+                    run.out.raise_first(run.errors)
                 run.out.end_dry_run()
             except FindingsError:
                 run.out.end_dry_run()
