@@ -46,12 +46,8 @@ _STATE_STYLE = {
 def _inventory(run: Run, root: str | None, *, quick: bool = False) -> Iterator[Inventory]:
     from bkctl.client.pulsar import Inventory, read_ends
 
-    async def read(ledger_ids: set[int]) -> Mapping[int, End | BkctlError]:
-        async with run.access.bookkeeper(run.cluster) as bookkeeper:
-            return await read_ends(bookkeeper, ledger_ids)
-
     def ends(ledger_ids: set[int]) -> Mapping[int, End | BkctlError]:
-        return run.job.complete(read(ledger_ids))
+        return run.job.ask(run.access.bookkeeper(run.cluster), partial(read_ends, ledger_ids=ledger_ids))
 
     with (
         run.job.working("Reading topics", unit="ledgers") as activity,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import itemgetter
@@ -217,10 +216,6 @@ def _number(metric: Metric) -> int | float | str:
     return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
 
 
-def _labels_text(labels: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in labels.items())
-
-
 def _sample_id(metric: Metric) -> str:
     labels = ",".join(f'{name}="{value}"' for name, value in metric.labels.items())
     return f"{metric.name}{{{labels}}}" if labels else metric.name
@@ -228,7 +223,14 @@ def _sample_id(metric: Metric) -> str:
 
 METRIC_COLUMNS = Columns(
     Column("METRIC", "name", "name"),
-    Column("LABELS", "labels", "labels", Kind.NESTED, flexible=True, text=_labels_text),
+    Column(
+        "LABELS",
+        "labels",
+        "labels",
+        Kind.NESTED,
+        flexible=True,
+        text=lambda labels: ", ".join(map("=".join, labels.items())),
+    ),
     Column("VALUE", "value", _number, Kind.NESTED, text=str),
     Column("TYPE", "type", "type"),
     key=Column(None, "sample", _sample_id),
@@ -267,8 +269,5 @@ def _metrics(found: Server, match: str | None) -> list[Metric]:
     from bkctl.http.bookie_load import parse_metrics
 
     metrics = parse_metrics(found.api.metrics(), f"{found.url}/metrics")
-    return [metric for metric in metrics if match is None or _matches(metric.name, match)]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) if any(char in pattern for char in "*?[") else pattern in name
+    pattern = match if match is not None and any(char in match for char in "*?[") else f"*{match or ''}*"
+    return [metric for metric in metrics if fnmatchcase(metric.name, pattern)]

@@ -167,19 +167,10 @@ def _address(row: PlainRow) -> str | None:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _scopes(row: PlainRow) -> bool | None:
-    """Return whether the row's bookie takes scopes, None for one that is down: only a registration says so."""
-    return row.bookie.ledger_scopes if row.bookie.state != "down" else None
-
-
 def _endpoints(row: PlainRow) -> list[dict[str, Any]]:
     names = ("id", "protocol", "host", "port", "auth", "extensions")
     endpoints = () if row.bookie.info is None else row.bookie.info.endpoints
     return [{name: getattr(endpoint, name) for name in names} for endpoint in endpoints]
-
-
-def _properties(row: PlainRow) -> dict[str, str]:
-    return {} if row.bookie.info is None else dict(row.bookie.info.properties)
 
 
 def _endpoints_text(endpoints: list[dict[str, Any]]) -> str:
@@ -191,7 +182,10 @@ _BOOKIE: Final = (
     Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
 )
 _ADDRESS: Final = Column("ADDRESS", "address", _address)
-_SCOPES: Final = Column("SCOPES", "ledgerScopes", _scopes, Kind.BOOLEAN)
+#: None for a bookie that is down: only a registration says so.
+_SCOPES: Final = Column(
+    "SCOPES", "ledgerScopes", lambda row: None if row.bookie.state == "down" else row.bookie.ledger_scopes, Kind.BOOLEAN
+)
 _ENDPOINTS: Final = Column("ENDPOINTS", "endpoints", _endpoints, Kind.NESTED, flexible=True)
 BOOKIE_COLUMNS = Columns(
     *_BOOKIE,
@@ -248,7 +242,9 @@ SHOW_COLUMNS = Columns(
     _ADDRESS,
     _SCOPES,
     _ENDPOINTS.replaced(text=lambda endpoints: "\n".join(map(_endpoint_line, endpoints)) or "-"),
-    Column("PROPERTIES", "properties", _properties, Kind.NESTED),
+    Column(
+        "PROPERTIES", "properties", lambda row: dict(row.bookie.info.properties if row.bookie.info else {}), Kind.NESTED
+    ),
     Column("COOKIE", "cookie", _cookie_object, Kind.NESTED),
     Column("COOKIE PROBLEM", "cookieError", "cookie_error", optional=True),
     Column("LEDGERS", "ledgerCount", value_at("ledgers.ledger_count"), Kind.INTEGER, optional=True),
