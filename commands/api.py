@@ -19,7 +19,7 @@ from bkctl.http import load_console, load_server
 from bkctl.metadata.store import TLS_REFRESH_S
 
 from .bookie.server import BookieServerOption, server
-from .kit.columns import PlainRow
+from .kit.columns import PlainRow, fields
 from .kit.command import Printer, Run, command, group, object_of
 from .kit.options import flag, size_option, word
 from .kit.texts import plain_lines
@@ -36,9 +36,7 @@ BookieTokenFile = Annotated[
     Path | None, flag("--bookie-token-file FILE", "The token of the bookies' servers (else none).")
 ]
 GATEWAY_COLUMNS = Columns(
-    Column("URL", "url", "url"),
-    Column("METADATA URI", "metadataUri", "metadata_uri"),
-    Column("AUTHENTICATION", "authentication", "authentication"),
+    *fields(Kind.TEXT, url="URL", metadataUri="METADATA URI", authentication="AUTHENTICATION"),
     Column("PID", "pid", lambda _: os.getpid(), Kind.INTEGER),
     key="url",
 )
@@ -164,8 +162,7 @@ PathArgument = Annotated[
 
 #: A request that a dry run does not send.
 REQUEST_COLUMNS = Columns(
-    Column("METHOD", "method", "method"),
-    Column("URL", "url", "url"),
+    *fields(Kind.TEXT, method="METHOD", url="URL"),
     Column("BODY", "bodySize", "body_size_bytes", Kind.SIZE),
     key="url",
 )

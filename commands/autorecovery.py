@@ -27,7 +27,7 @@ from bkctl.metadata.admin.auto_recovery import (
 from bkctl.metadata.store import TLS_REFRESH_S
 from bkctl.metadata.underreplication import AuditorCheck
 
-from .kit.columns import COUNT_COLUMNS, PlainRow
+from .kit.columns import COUNT_COLUMNS, PlainRow, fields
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
@@ -48,8 +48,7 @@ _SPAN_OF_NO_CHECK_MS = 21 * 24 * 3600 * 1000
 
 RUNNING_COLUMNS = Columns(
     Column("ID", "bookieId", "bookie_id"),
-    Column("SCOPE 0", "defaultScope", "default_scope", Kind.BOOLEAN),
-    Column("OTHER SCOPES", "otherScopes", "other_scopes", Kind.BOOLEAN),
+    *fields(Kind.BOOLEAN, defaultScope="SCOPE 0", otherScopes="OTHER SCOPES"),
     Column("PID", "pid", "pid", Kind.INTEGER),
     key="bookieId",
 )
@@ -101,8 +100,7 @@ def run_auto_recovery(
 
 STATUS_COLUMNS = Columns(
     Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
-    Column("AUDITOR", "auditorId", "auditor_id"),
-    Column("AUDITOR OF SCOPES", "scopedAuditorId", "scoped_auditor_id"),
+    *fields(Kind.TEXT, auditorId="AUDITOR", scopedAuditorId="AUDITOR OF SCOPES"),
     Column("LOST BOOKIE DELAY", "lostBookieRecoveryDelay", "delay_s", Kind.INTEGER, text=duration_text),
     Column("UNDERREPLICATED", "underReplicated", "underreplicated", Kind.BOOLEAN, style={"yes": RED, "no": GREEN}),
     Column("NOT AUDITED", "notAudited", "not_audited", optional=True),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 
-from .kit.columns import Output
+from .kit.columns import Output, fields
 from .kit.command import Run, command, group, rows_of
 from .kit.ledger_options import NewLedger, scope_option
 from .kit.options import (
@@ -99,12 +99,9 @@ BENCH_COLUMNS = Columns(
     Column(None, "seconds", lambda row: round(row.result.elapsed_s, 3), Kind.INTEGER),
     Column(None, "entrySize", "bench.entry_size", Kind.SIZE),
     Column(None, "ledgerCount", "bench.ledger_count", Kind.INTEGER),
-    Column(None, "batchCount", "bench.load.batch_count", Kind.INTEGER),
-    Column(None, "inFlightCount", "bench.load.in_flight_count", Kind.INTEGER),
+    *fields(Kind.INTEGER, "bench.load.", batchCount=None, inFlightCount=None),
     Column(None, "rateLimit", "bench.load.entries_per_s", Kind.INTEGER),
-    Column(None, "ensembleSize", "bench.shape.ensemble_size", Kind.INTEGER),
-    Column(None, "writeQuorumSize", "bench.shape.write_quorum_size", Kind.INTEGER),
-    Column(None, "ackQuorumSize", "bench.shape.ack_quorum_size", Kind.INTEGER),
+    *fields(Kind.INTEGER, "bench.shape.", ensembleSize=None, writeQuorumSize=None, ackQuorumSize=None),
     Column(None, "digestType", lambda row: row.bench.shape.digest_type.name),
     Column(None, "batches", "result.latencies.count", Kind.INTEGER),
     Column(None, "histogram", _histogram, Kind.NESTED),

@@ -28,7 +28,7 @@ from bkctl.metadata.underreplication import AuditorElection, LedgerMarks
 from bkctl.metadata.uri import parse_uri
 
 from .kit.audit import user_name
-from .kit.columns import Output, PlainRow
+from .kit.columns import Output, PlainRow, fields
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
 from .kit.options import WatchOption, YesReally, combined, duration_option, flag, option, word
@@ -52,8 +52,7 @@ command(app, "up", changes=True, hidden=True)(up)
 command(app, "down", changes=True, hidden=True)(down)
 
 INFO_COLUMNS = Columns(
-    Column("METADATA URI", "metadataUri", "metadata_uri"),
-    Column("INSTANCE ID", "instanceId", "instance_id"),
+    *fields(Kind.TEXT, metadataUri="METADATA URI", instanceId="INSTANCE ID"),
     Column("LAYOUT", "managerFactoryClass", "factory_class"),
     Column("BOOKIES", "totalBookiesCount", "bookie_count", Kind.INTEGER),
     Column("  WRITABLE", "writableBookiesCount", "writable_count", Kind.INTEGER),
@@ -183,8 +182,7 @@ HEALTH_COLUMNS = Columns(
     Column("SEVERITY", "severity", lambda row: row.severity.value, style={"error": RED, "warning": YELLOW}),
     Column("CODE", "code", "code"),
     Column("SUBJECT", "subject", lambda row: row.subject or None),
-    Column("WHAT", "message", "message"),
-    Column("ADVICE", "advice", "advice"),
+    *fields(Kind.TEXT, message="WHAT", advice="ADVICE"),
     Column(None, "nextCommand", lambda row: pasted(row.command)),
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
@@ -502,8 +500,7 @@ def _switch_healthcheck(run: Run, enabled: bool) -> None:
 
 
 ID_COLUMNS = Columns(
-    Column("METADATA URI", "metadataUri", "metadata_uri"),
-    Column("INSTANCE ID", "instanceId", "instance_id"),
+    *fields(Kind.TEXT, metadataUri="METADATA URI", instanceId="INSTANCE ID"),
     Column("LAYOUT", "managerFactoryClass", "factory_class"),
     key="instanceId",
 )
@@ -566,9 +563,7 @@ def _already_there(cluster: Cluster) -> AlreadyExists:
 
 NUKE_COLUMNS = Columns(
     Column("INSTANCE ID", "instanceId", "instance_id"),
-    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
-    Column("SCOPES", "scopeCount", "scope_count", Kind.INTEGER),
-    Column("COOKIES", "cookieCount", "cookie_count", Kind.INTEGER),
+    *fields(Kind.INTEGER, ledgerCount="LEDGERS", scopeCount="SCOPES", cookieCount="COOKIES"),
     key="instanceId",
 )
 

@@ -33,7 +33,7 @@ from bkctl.ids import check_bookie_id
 from bkctl.metadata.store import NEW, Versioned, attempt, value_of
 from bkctl.repair.holding import hold
 
-from .kit.columns import PlainRow
+from .kit.columns import PlainRow, fields
 from .kit.command import Access, Run, command, group, object_of, rows_of
 from .kit.next_steps import next_column
 from .kit.options import (
@@ -427,9 +427,7 @@ def rename_bookie(
 FINDING_COLUMNS = Columns(
     Column("PLACE", "place", "place"),
     Column("FIELD", "field", "field", style={"cookie": RED}),
-    Column("EXPECTED", "expected", "expected"),
-    Column("FOUND", "found", "found"),
-    Column("MEANING", "meaning", "meaning"),
+    *fields(Kind.TEXT, expected="EXPECTED", found="FOUND", meaning="MEANING"),
     next_column("cookie verify", lambda row: row.field, bookie=lambda row: None),
     key="place",
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
-from .kit.columns import hex_column
+from .kit.columns import fields, hex_column
 from .kit.command import Run, command, group, rows_of
 from .kit.next_steps import next_column
 from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option, flag, word
@@ -190,9 +190,7 @@ VERIFY_COLUMNS = Columns(
     Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
     Column("STATE", "state", lambda row: row.state.value, Kind.WORD, style=STATE_STYLE),
-    Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
-    Column(None, "entryCount", "entry_count", Kind.INTEGER),
-    Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
+    *fields(Kind.INTEGER, recordCount="RECORDS", entryCount=None, goodEnd="GOOD END"),
     Column("BEHIND", "sizeBehind", "behind.size_bytes", Kind.SIZE),
     Column("ENTRIES BEHIND", "entriesBehind", "behind.entry_count", Kind.INTEGER),
     Column(None, "recordsBehind", "behind.record_count", Kind.INTEGER),

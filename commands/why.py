@@ -13,7 +13,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
 
-from .kit.columns import Output, object_of
+from .kit.columns import Output, fields, object_of
 from .kit.command import Run, command, group
 from .kit.ledger_options import OneLedger
 from .kit.next_steps import pasted
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 app = group()
 
 WHY_COLUMNS = Columns(
-    Column("SUBJECT", "subject", "subject"),
-    Column("VERDICT", "verdict", "verdict"),
+    *fields(Kind.TEXT, subject="SUBJECT", verdict="VERDICT"),
     Column("FACTS", "facts", lambda row: [each._asdict() for each in row.facts], Kind.NESTED),
     Column("WAYS", "ways", lambda row: [each._asdict() for each in row.ways], Kind.NESTED),
     key="subject",

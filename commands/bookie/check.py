@@ -14,7 +14,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.liveness import StoredLedgers
 from bkctl.model import LedgerLiveness
 
-from ..kit.columns import with_hex
+from ..kit.columns import fields, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.next_steps import next_column
@@ -34,8 +34,7 @@ FINDING_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
     *with_hex("LOG", "logId", "log_id"),
-    Column("OFFSET", "offset", "offset", Kind.INTEGER),
-    Column(None, "location", "location", Kind.INTEGER),
+    *fields(Kind.INTEGER, offset="OFFSET", location=None),
     Column("REASON", "reason", "reason"),
     Column("FILE", "file", lambda row: str(row.path), flexible=True, spare=2),
     Column(None, "finding", "is_problem", Kind.BOOLEAN),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, UsageError
 
-from ..kit.columns import PlainRow
+from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption, flag, word
 from ..kit.texts import GREEN, YELLOW
@@ -52,15 +52,11 @@ COLLECTOR_COLUMNS = Columns(
     Column(None, "isInForceGc", "collection.in_force_gc", Kind.BOOLEAN),
     Column(None, "isMajorGcSuspended", "collection.major_suspended", Kind.BOOLEAN),
     Column(None, "isMinorGcSuspended", "collection.minor_suspended", Kind.BOOLEAN),
-    Column(None, "forceCompacting", "status.force_compacting", Kind.BOOLEAN),
-    Column(None, "majorCompacting", "status.major_compacting", Kind.BOOLEAN),
-    Column(None, "minorCompacting", "status.minor_compacting", Kind.BOOLEAN),
-    Column(None, "lastMajorCompactionTime", "status.last_major_compaction_time", Kind.TIME),
-    Column(None, "lastMinorCompactionTime", "status.last_minor_compaction_time", Kind.TIME),
-    Column(None, "lastEntryLocationCompactionTime", "status.last_entry_location_compaction_time", Kind.TIME),
-    Column(None, "majorCompactionCounter", "status.major_compaction_counter", Kind.INTEGER),
-    Column(None, "minorCompactionCounter", "status.minor_compaction_counter", Kind.INTEGER),
-    Column(None, "entryLocationCompactionCounter", "status.entry_location_compaction_counter", Kind.INTEGER),
+    *fields(Kind.BOOLEAN, "status.", forceCompacting=None, majorCompacting=None, minorCompacting=None),
+    *fields(Kind.TIME, "status.", lastMajorCompactionTime=None, lastMinorCompactionTime=None),
+    *fields(Kind.TIME, "status.", lastEntryLocationCompactionTime=None),
+    *fields(Kind.INTEGER, "status.", majorCompactionCounter=None, minorCompactionCounter=None),
+    *fields(Kind.INTEGER, "status.", entryLocationCompactionCounter=None),
     Column(None, "scopedDeletesHeldBack", "status.scoped_deletes_held_back", optional=True),
     key="collector",
 )

@@ -14,7 +14,7 @@ from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.directories import BookieFile, FileKind
 from bkctl.ids import LedgerId
 
-from ..kit.columns import PlainRow, with_hex
+from ..kit.columns import PlainRow, fields, with_hex
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import flag, number_option
@@ -154,14 +154,12 @@ LOCATION_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "found.entry_id", Kind.INTEGER),
     *with_hex("LOG", "logId", "found.log_id"),
-    Column("OFFSET", "offset", "found.offset", Kind.INTEGER),
-    Column(None, "location", "found.location", Kind.INTEGER),
+    *fields(Kind.INTEGER, "found.", offset="OFFSET", location=None),
     key="entryId",
 )
 GAP_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("FIRST ENTRY", "firstEntryId", "found.first_entry_id", Kind.INTEGER),
-    Column("LAST ENTRY", "lastEntryId", "found.last_entry_id", Kind.INTEGER),
+    *fields(Kind.INTEGER, "found.", firstEntryId="FIRST ENTRY", lastEntryId="LAST ENTRY"),
     Column("ENTRIES", "entryCount", lambda row: row.found.last_entry_id - row.found.first_entry_id + 1, Kind.INTEGER),
     key="firstEntryId",
 )
@@ -170,9 +168,7 @@ GAP_COLUMNS = Columns(
 META_COLUMNS = Columns(
     Column("LEDGER", "ledger", "source.ledger", Kind.LEDGER),
     Column("FENCED", "fenced", "source.fenced", Kind.BOOLEAN),
-    Column("EXPLICIT LAC", "explicitLac", "explicit_lac", Kind.INTEGER),
-    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
-    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
+    *fields(Kind.INTEGER, explicitLac="EXPLICIT LAC", entryCount="ENTRIES", lastEntryId="LAST ENTRY"),
     Column("FILE", "file", lambda row: str(row.source.path), flexible=True, spare=2),
     key="ledger",
 )

@@ -17,6 +17,7 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.entry import master_key
 from bkctl.metadata.liveness import StoredLedgers
 
+from ..kit.columns import fields
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import PASSWORD_FILE, YesReally, combined, flag, ledger_password, option
@@ -77,11 +78,8 @@ def _report(run: Run, findings: RepairFindings) -> None:
 
 REBUILT_COLUMNS = Columns(
     Column("DATABASE", "file", lambda row: str(row.path), flexible=True),
-    Column("LOGS", "logs", "logs", Kind.INTEGER),
-    Column("LEDGERS", "ledgers", "ledgers", Kind.INTEGER),
-    Column("BEFORE", "ledgersBefore", "ledgers_before", Kind.INTEGER),
-    Column("ENTRIES", "entries", "entries", Kind.INTEGER),
-    Column("BEFORE", "entriesBefore", "entries_before", Kind.INTEGER),
+    *fields(Kind.INTEGER, logs="LOGS", ledgers="LEDGERS", ledgersBefore="BEFORE", entries="ENTRIES"),
+    *fields(Kind.INTEGER, entriesBefore="BEFORE"),
     Column("LEFT OUT", "ledgersLeftOut", "left_out", Kind.INTEGER),
     Column(None, "entriesSaved", "entries_saved", Kind.INTEGER),
     Column(None, "fencesGuessed", "guessed_fences", Kind.INTEGER),
@@ -157,11 +155,8 @@ def rebuild_databases(
 
 REGENERATED_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("ENTRIES", "entries", "entries", Kind.INTEGER),
-    Column("BEFORE", "entriesBefore", "entries_before", Kind.INTEGER),
-    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
-    Column("FENCED", "fenced", "fenced", Kind.BOOLEAN),
-    Column(None, "fenceGuessed", "fence_guessed", Kind.BOOLEAN),
+    *fields(Kind.INTEGER, entries="ENTRIES", entriesBefore="BEFORE", lastEntryId="LAST ENTRY"),
+    *fields(Kind.BOOLEAN, fenced="FENCED", fenceGuessed=None),
     Column(None, "entriesSaved", "entries_saved", Kind.INTEGER),
     Column("FILE", "file", lambda row: str(row.path), flexible=True),
     Column("BACKUP", "backup", lambda row: None if row.backup is None else str(row.backup), flexible=True),
@@ -288,8 +283,7 @@ def downgrade_bookie(run: Run, directories: Directories = ()) -> None:
 
 CONVERTED_COLUMNS = Columns(
     Column("DIRECTORY", "directory", lambda row: str(row.path), flexible=True),
-    Column("LEDGERS", "ledgers", "ledgers", Kind.INTEGER),
-    Column("ENTRIES", "entries", "entries", Kind.INTEGER),
+    *fields(Kind.INTEGER, ledgers="LEDGERS", entries="ENTRIES"),
     Column(
         "BACKUPS",
         "backups",
@@ -349,8 +343,7 @@ CONTENTS_COLUMNS = Columns(
     Column("FOR", "roles", lambda row: list(row.roles), Kind.NESTED, text=", ".join),
     Column("FILES", "files", "files", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
-    Column("LEDGERS", "ledgers", "ledgers", Kind.INTEGER),
-    Column("SCOPED", "scopedLedgers", "scoped_ledgers", Kind.INTEGER),
+    *fields(Kind.INTEGER, ledgers="LEDGERS", scopedLedgers="SCOPED"),
     key="directory",
 )
 

@@ -14,7 +14,7 @@ from bkctl.errors import FindingsError, NotFound, TimedOut, Unreachable, UsageEr
 from bkctl.redaction import is_secret_name
 
 from ..kit.audit import shown_uri
-from ..kit.columns import PlainRow
+from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import WatchOption, combined, count_option, duration_option, flag, option, word
@@ -29,8 +29,7 @@ app = group()
 
 #: The outcome of a bookie's test; `result` is None if the bookie tested itself.
 SANITY_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie_id"),
-    Column("URL", "url", "url"),
+    *fields(Kind.TEXT, bookieId="BOOKIE", url="URL"),
     Column("PASSED", "passed", "passed", Kind.BOOLEAN, style={"yes": GREEN, "no": RED}),
     Column("READ ONLY", "readOnly", "read_only", Kind.BOOLEAN, style={"yes": YELLOW}),
     Column("ENTRIES", "entryCount", value_at("result.entry_count"), Kind.INTEGER, optional=True),

@@ -14,7 +14,7 @@ from bkctl.http.server_url import bookie_url
 from bkctl.ids import check_bookie_id
 from bkctl.replication.holdings import MovePlan, MoveProgress, plan_move
 
-from ..kit.columns import Output, PlainRow
+from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, flag
 from ..kit.output import RowWriter
@@ -78,8 +78,7 @@ STEP_COLUMNS = Columns(
     Column(None, "ledgersToMove", _of_progress("ledgers_to_move"), Kind.INTEGER, optional=True),
     Column(None, "bytesPerSecond", _of_progress("bytes_per_second"), Kind.INTEGER, optional=True),
     Column(None, "secondsLeft", _of_progress("seconds_left"), Kind.INTEGER, optional=True),
-    Column("WHAT", "message", "message"),
-    Column("ADVICE", "advice", "advice"),
+    *fields(Kind.TEXT, message="WHAT", advice="ADVICE"),
     key=_LEDGER,
 )
 

@@ -15,7 +15,7 @@ from bkctl.metadata.admin.overview import ledgers_of_bookies
 from bkctl.metadata.racks import BookieRack, BookieRacks, Topology, racks_of
 from bkctl.metadata.store import attempt
 
-from ..kit.columns import PlainRow
+from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import WatchOption, flag, word
 from ..kit.texts import GREEN, RED, YELLOW, size_text
@@ -43,11 +43,7 @@ def bookie_ids(texts: Sequence[str]) -> list[str]:
 
 #: The rack of a bookie: `source` is "metadata", "script", or None where the bookie has no rack.
 RACK_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie_id"),
-    Column("RACK", "rack", "rack"),
-    Column("GROUP", "group", "group"),
-    Column("HOST NAME", "hostname", "hostname"),
-    Column("SOURCE", "source", "source"),
+    *fields(Kind.TEXT, bookieId="BOOKIE", rack="RACK", group="GROUP", hostname="HOST NAME", source="SOURCE"),
     key="bookieId",
     none="No bookie has a rack",
 )

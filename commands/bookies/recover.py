@@ -25,7 +25,7 @@ from bkctl.replication.holdings import (
 from bkctl.replication.resume import ResumeFile
 
 from ..kit.activity import Activity
-from ..kit.columns import PlainRow
+from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, scope_option
 from ..kit.options import CopyPace, combined, duration_option, flag, watch_option
@@ -212,8 +212,7 @@ def move_columns(plan: MovePlan) -> Columns:
             "OUTCOME".ljust(max(map(len, MoveOutcome))), "outcome", "outcome",
             style={"moved": GREEN, "gone": GREEN, "open": YELLOW, "unrecoverable": RED, "failed": RED},
         ),
-        Column("FRAGMENTS", "fragmentCount", "fragment_count", Kind.INTEGER),
-        Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+        *fields(Kind.INTEGER, fragmentCount="FRAGMENTS", entryCount="ENTRIES"),
         Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
         Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
         Column("PROBLEM", "problem", "problem"),

@@ -9,7 +9,7 @@ from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import UsageError
 from bkctl.replication.holdings import StopCheck, StopSets
 
-from ..kit.columns import PlainRow
+from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption, count_option, flag, word
 from ..kit.texts import RED, YELLOW, counted
@@ -38,8 +38,7 @@ RISK_COLUMNS = Columns(
 
 #: Bookies of a set that may stop together; `given`: the user named it.
 TOGETHER_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie_id"),
-    Column("RACK", "rack", "rack"),
+    *fields(Kind.TEXT, bookieId="BOOKIE", rack="RACK"),
     Column("GIVEN", "given", "given", Kind.BOOLEAN),
     key="bookieId",
 )

@@ -17,7 +17,7 @@ from bkctl.disk import FILE_MODE, atomic_write
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Output, PlainRow
+from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
@@ -240,15 +240,12 @@ def _digest_of(extraction: LedgerExtraction, given: DigestType | None, form: Ext
 def _extracted_columns(digest_type: DigestType | None) -> Columns:
     return Columns(
         Column("LEDGER", "ledger", "record.ledger", Kind.LEDGER),
-        Column("ENTRY", "entryId", "record.entry_id", Kind.INTEGER),
-        Column("LAC", "lastAddConfirmed", "record.last_add_confirmed", Kind.INTEGER),
-        Column("LENGTH", "length", "record.length", Kind.INTEGER),
+        *fields(Kind.INTEGER, "record.", entryId="ENTRY", lastAddConfirmed="LAC", length="LENGTH"),
         Column("SIZE", "size", lambda row: row.record.payload_size(digest_type), Kind.INTEGER),
         Column(None, "formatVersion", "record.format_version", Kind.INTEGER),
         Column(None, "logId", "log_id", Kind.INTEGER),
         Column(None, "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
-        Column("OFFSET", "offset", "record.offset", Kind.INTEGER),
-        Column("RECORD SIZE", "recordSize", "record.record_size", Kind.INTEGER),
+        *fields(Kind.INTEGER, "record.", offset="OFFSET", recordSize="RECORD SIZE"),
         Column("TYPE", "type", "record.type"),
         Column("FILE", "file", lambda row: str(row.path)),
         Column(None, "damaged", lambda row: row.damaged or None, Kind.BOOLEAN, optional=True),

@@ -17,7 +17,7 @@ from bkctl.files.listing import EntryLogSummary, entry_log_summaries, log_conten
 from bkctl.formats.entry_log import content_id_of, log_id_of
 from bkctl.metadata.liveness import Liveness, check_instance
 
-from ..kit.columns import Output, PlainRow, RowOrder, with_hex
+from ..kit.columns import Output, PlainRow, RowOrder, fields, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.next_steps import next_column
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, flag, word
@@ -285,8 +285,7 @@ CHECK_COLUMNS = Columns(
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("STATE", "state", "state", Kind.WORD, style=STATE_STYLE_OF_LOG),
-    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
-    Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
+    *fields(Kind.INTEGER, entryCount="ENTRIES", goodEnd="GOOD END"),
     Column(None, "size", "size_bytes", Kind.INTEGER),
     Column("BEHIND", "sizeBehind", "behind.size_bytes", Kind.SIZE),
     Column("SAVABLE", "entriesBehind", "behind.entry_count", Kind.INTEGER),

@@ -5,8 +5,9 @@ A schema in `docs/schemas/` describes the document of one command; `$defs/row` i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -48,6 +49,12 @@ def with_hex(title: str, name: str, source: Source) -> tuple[Column, Column]:
         return None if value is None else f"{value:x}"
 
     return number, hex_column(f"{name}Hex", digits)
+
+
+def fields(kind: Kind, path: str = "", /, **titles: str | None) -> Iterator[Column]:
+    """Yield columns of one kind by JSON name and title; their sources are the names in snake case, behind `path`."""
+    for name, title in titles.items():
+        yield Column(title, name, path + re.sub("(?=[A-Z])", "_", name).lower(), kind)
 
 
 def field_column(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:

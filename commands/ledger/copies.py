@@ -11,6 +11,7 @@ from bkctl.errors import FindingsError, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.access import LoginOfTarget
+from ..kit.columns import fields
 from ..kit.command import Printer, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOrFile, LedgerToCreate, ManyLedgers, scope_option
 from ..kit.next_steps import next_column
@@ -39,8 +40,7 @@ app = group()
 
 FINDING_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column(None, "entryId", "finding.entry_id", Kind.INTEGER),
-    Column(None, "lastEntryId", "finding.last_entry_id", Kind.INTEGER),
+    *fields(Kind.INTEGER, "finding.", entryId=None, lastEntryId=None),
     Column("ENTRIES", "entries", "finding.entries"),
     Column(None, "entryCount", "finding.entry_count", Kind.INTEGER),
     Column("BOOKIE", "bookieId", "finding.bookie_id"),

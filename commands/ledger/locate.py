@@ -10,6 +10,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
 from ..bookies.members import find_placement
+from ..kit.columns import fields
 from ..kit.command import Run, command, group, rows_of, union
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import ProtocolOption, flag, number_option
@@ -26,8 +27,7 @@ app = group()
 
 PLACE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("FIRST ENTRY", "firstEntryId", "place.first_entry_id", Kind.INTEGER),
-    Column("LAST ENTRY", "lastEntryId", "place.last_entry_id", Kind.INTEGER),
+    *fields(Kind.INTEGER, "place.", firstEntryId="FIRST ENTRY", lastEntryId="LAST ENTRY"),
     Column("INDEX", "index", "place.ensemble_index", Kind.INTEGER),
     Column("BOOKIE", "bookieId", "place.bookie_id"),
     Column("STATE", "state", "place.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),

@@ -15,7 +15,7 @@ from bkctl.metadata.admin.ledger_changes import replace_bookie
 from bkctl.metadata.admin.overview import scope_counts
 from bkctl.pace import Pace
 
-from ..kit.columns import hex_column
+from ..kit.columns import fields, hex_column
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScopeOfAny, scope_option
 from ..kit.next_steps import next_column
@@ -30,8 +30,7 @@ FINDING_COLUMNS = Columns(
         "CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW}
     ),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("NODE", "path", "path"),
-    Column("WHAT", "message", "message"),
+    *fields(Kind.TEXT, path="NODE", message="WHAT"),
     next_column("metadata check", lambda row: row.code, path=lambda row: row.path, ledger=lambda row: row.ledger),
     key="path",
 )
@@ -58,8 +57,7 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
 
 
 ORPHAN_COLUMNS = Columns(
-    Column("CODE", "code", "code"),
-    Column("NODE", "path", "path"),
+    *fields(Kind.TEXT, code="CODE", path="NODE"),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("NODES", "nodeCount", "node_count", Kind.INTEGER),
     Column("REMOVABLE", "removable", "removable", Kind.BOOLEAN),

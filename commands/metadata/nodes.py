@@ -18,7 +18,7 @@ from bkctl.metadata.admin.overview import Node, subtree_totals, walk
 from bkctl.metadata.admin.undo import LacksEntries, list_undo_files, undo
 from bkctl.metadata.ledgers import VersionedMetadata
 
-from ..kit.columns import Output, PlainRow
+from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, count_option, flag, word
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
@@ -199,9 +199,7 @@ UNDO_FILE_COLUMNS = Columns(
     Column("CHANGES", "changeCount", "change_count", Kind.INTEGER),
     Column("COMMAND", "command", lambda row: shlex.join(row.command), flexible=True, wraps=True),
     Column("CLUSTER", "metadataUri", "metadata_uri", flexible=True, spare=1),
-    Column(None, "time", "time"),
-    Column(None, "instanceId", "instance_id"),
-    Column(None, "host", "host"),
+    *fields(Kind.TEXT, time=None, instanceId=None, host=None),
     key="file",
     none="No undo files",
 )

@@ -26,7 +26,7 @@ from bkctl.metadata.admin.dump.sources import (
 from bkctl.metadata.uri import parse_uri
 
 from ..kit.access import LoginOfTarget
-from ..kit.columns import Output, PlainRow
+from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Access, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import RecordPace, file_argument, flag, word
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 app = group()
 
 EXPORTED_COLUMNS = Columns(
-    Column("FILE", "file", "file"),
-    Column("INSTANCE ID", "instanceId", "instance_id"),
+    *fields(Kind.TEXT, file="FILE", instanceId="INSTANCE ID"),
     Column("LEDGERS", "ledgerCount", lambda row: row.exported.counts["ledger"], Kind.INTEGER),
     Column("COOKIES", "cookieCount", lambda row: row.exported.counts["cookie"], Kind.INTEGER),
     Column("UNDERREPLICATED", "markCount", lambda row: row.exported.counts["mark"], Kind.INTEGER),
@@ -82,9 +81,7 @@ def export(
 
 IMPORTED_COLUMNS = Columns(
     Column("KIND", "kind", "kind"),
-    Column("CREATED", "created", "created", Kind.INTEGER),
-    Column("REPLACED", "replaced", "replaced", Kind.INTEGER),
-    Column("THERE ALREADY", "same", "same", Kind.INTEGER),
+    *fields(Kind.INTEGER, created="CREATED", replaced="REPLACED", same="THERE ALREADY"),
     key="kind",
 )
 NAMES_SHOWN_MAX = 10

@@ -15,7 +15,7 @@ from bkctl.spark.failures import error_named
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..entrylog.listing import ratio_text
-from ..kit.columns import hex_column
+from ..kit.columns import fields, hex_column
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.options import flag
@@ -63,8 +63,7 @@ INVENTORY_COLUMNS = {
     ),
     InventoryBy.LEDGER: Columns(LEDGER, BOOKIES, LOGS, *SUMS, key="ledger"),
     InventoryBy.APPLICATION: Columns(
-        Column("APPLICATION", "application", "application"),
-        Column("COMPONENT", "component", "component"),
+        *fields(Kind.TEXT, application="APPLICATION", component="COMPONENT"),
         Column("MANAGED LEDGER", "managedLedger", "managedLedger", flexible=True),
         LEDGERS,
         *SUMS,

@@ -14,6 +14,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.columns import fields
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import AnyLedgers, scope_option
 from ..kit.options import combined, duration_option, flag, option, word
@@ -33,10 +34,7 @@ app = group()
 
 EXTRACT_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
-    Column("LOGS", "logCount", "log_count", Kind.INTEGER),
-    Column("READ", "readLogCount", "read_log_count", Kind.INTEGER),
-    Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
-    Column("DAMAGED", "damageCount", "damage_count", Kind.INTEGER),
+    *fields(Kind.INTEGER, logCount="LOGS", readLogCount="READ", recordCount="RECORDS", damageCount="DAMAGED"),
     key="bookieId",
 )
 
@@ -119,8 +117,7 @@ COPY_COLUMNS = Columns(
     ),
     Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER),
     Column("LENGTH", "length", "length", Kind.SIZE),
-    Column(None, "sha256", "sha256"),
-    Column("MESSAGE", "message", "message"),
+    *fields(Kind.TEXT, sha256=None, message="MESSAGE"),
     key="ledger",
 )  # fmt: skip
 
