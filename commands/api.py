@@ -20,7 +20,7 @@ from bkctl.errors import UsageError
 
 from .bookie.server import BookieServerOption, server
 from .kit.command import Access, LongWork, Printer, Run, command, group, object_of
-from .kit.options import DryRun, size_option
+from .kit.options import DryRun, flag, size_option
 from .kit.texts import plain_lines
 from .kit.values import parse_number
 
@@ -31,12 +31,10 @@ app = group()
 console_app = group()
 
 
-def _file(flag: str, help: str) -> Any:
-    return typer.Option(flag, metavar="FILE", help=help)
-
-
 GivenFile = Path | None
-BookieTokenFile = Annotated[GivenFile, _file("--bookie-token-file", "The token of the bookies' servers (else none).")]
+BookieTokenFile = Annotated[
+    GivenFile, flag("--bookie-token-file FILE", "The token of the bookies' servers (else none).")
+]
 
 
 class Gateway(NamedTuple):
@@ -59,23 +57,25 @@ GATEWAY_COLUMNS = Columns(
 @command(app, "serve", connects=True, prints=object_of(GATEWAY_COLUMNS))
 def serve(
     run: Run,
-    host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port to listen on; 0: any.")] = "8080",
+    host: Annotated[str, flag("--host HOST", "The address to listen on.")] = "127.0.0.1",
+    port: Annotated[str, flag("--port PORT", "The port to listen on; 0: any.")] = "8080",
     token_file: Annotated[
-        GivenFile, _file("--token-file", "Clients must send this token (else BKCTL_API_TOKEN).")
+        GivenFile, flag("--token-file FILE", "Clients must send this token (else BKCTL_API_TOKEN).")
     ] = None,
     bookie_token_file: BookieTokenFile = None,
     read_only_token_file: Annotated[
-        GivenFile, _file("--read-only-token-file", "Clients that send this token may read, without secrets.")
+        GivenFile, flag("--read-only-token-file FILE", "Clients that send this token may read, without secrets.")
     ] = None,
-    server_certificate: Annotated[GivenFile, _file("--server-cert", "Serve https with this PEM certificate.")] = None,
+    server_certificate: Annotated[
+        GivenFile, flag("--server-cert FILE", "Serve https with this PEM certificate.")
+    ] = None,
     server_key: Annotated[
-        GivenFile, _file("--server-key", "Private key of --server-cert, if not in the same file.")
+        GivenFile, flag("--server-key FILE", "Private key of --server-cert, if not in the same file.")
     ] = None,
     client_ca: Annotated[
-        GivenFile, _file("--client-ca", "Accept clients whose certificate these authorities (PEM) signed.")
+        GivenFile, flag("--client-ca FILE", "Accept clients whose certificate these authorities (PEM) signed.")
     ] = None,
-    closed_probes: Annotated[bool, typer.Option("--closed-probes", help="/heartbeat requires the token too.")] = False,
+    closed_probes: Annotated[bool, flag("--closed-probes", "/heartbeat requires the token too.")] = False,
 ) -> None:
     """Serve the REST API of a cluster, in the foreground.
 
@@ -227,9 +227,7 @@ def put(
     path: PathArgument,
     which: BookieServerOption,
     size_max: MaxSize,
-    body: Annotated[
-        str | None, typer.Option("--body", metavar="JSON|@FILE", help="The JSON to send, or @FILE (@-: stdin).")
-    ] = None,
+    body: Annotated[str | None, flag("--body JSON|@FILE", "The JSON to send, or @FILE (@-: stdin).")] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Send PUT to an HTTP server, and print the response.
@@ -338,8 +336,8 @@ CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "m
 @command(console_app, "console", connects=True, prints=object_of(CONSOLE_COLUMNS))
 def console(
     run: Run,
-    port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port on loopback; 0: any.")] = "0",
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the link in a browser.")] = True,
+    port: Annotated[str, flag("--port PORT", "The port on loopback; 0: any.")] = "0",
+    browser: Annotated[bool, flag("--browser/--no-browser", "Open the link in a browser.")] = True,
     bookie_token_file: BookieTokenFile = None,
 ) -> None:
     """Show the cluster in a browser.

@@ -21,7 +21,7 @@ from bkctl.errors import NotFound, UsageError
 from .kit.audit import audit_file, run_result
 from .kit.columns import field_column
 from .kit.command import Run, command, group, object_of, rows_of
-from .kit.options import count_option, duration_option
+from .kit.options import count_option, duration_option, flag
 from .kit.texts import GREEN, RED, YELLOW, duration_text
 
 app = group()
@@ -89,7 +89,7 @@ def list_runs(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "List only the last N runs (default 50).")],
     since: Annotated[float | None, duration_option("--since", "List only runs of this last time: 1h, 7d.")],
-    failed: Annotated[bool, typer.Option("--failed", help="List only runs that did not end with exit code 0.")] = False,
+    failed: Annotated[bool, flag("--failed", "List only runs that did not end with exit code 0.")] = False,
 ) -> None:
     """List the commands that changed something, oldest first.
 

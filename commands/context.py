@@ -15,7 +15,7 @@ from bkctl.errors import UsageError
 from .kit.access import context_connection, context_names
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.contexts import Contexts
-from .kit.options import OldName
+from .kit.options import flag
 from .kit.settings import CONTEXT_SETTINGS, GlobalOptions, Setting
 from .kit.texts import GREEN
 
@@ -93,10 +93,8 @@ def show(
 def add(
     run: Run,
     name: ContextName,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", OldName("--replace"), help="Replace the context of this name.")
-    ] = False,
-    use: Annotated[bool, typer.Option("--use", help="Make the new context the current one.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace the context of this name.", "--replace")] = False,
+    use: Annotated[bool, flag("--use", "Make the new context the current one.")] = False,
 ) -> None:
     """Save the connection options under a name.
 

@@ -18,7 +18,7 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 from .kit.columns import hex_column
 from .kit.command import Run, command, group, rows_of
 from .kit.next_steps import next_column
-from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option
+from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option, flag
 from .kit.records import (
     CheckedFiles,
     DirOption,
@@ -95,7 +95,7 @@ def read(
     names: JournalNames = None,
     directories: DirOption = None,
     after_lastmark: Annotated[
-        bool, typer.Option("--after-lastmark", help="Print only records after the last mark, which a restart replays.")
+        bool, flag("--after-lastmark", "Print only records after the last mark, which a restart replays.")
     ] = False,
     show_secrets: ShowSecretsOption = False,
 ) -> None:
@@ -335,7 +335,7 @@ def stats(
     names: JournalNames = None,
     directories: DirOption = None,
     by: Annotated[
-        JournalGrouping, typer.Option("--by", metavar="WHAT", help="A row for each file, type, ledger or scope.")
+        JournalGrouping, flag("--by WHAT", "A row for each file, type, ledger or scope.")
     ] = JournalGrouping.FILE,
 ) -> None:
     """Count the records of journals by type, ledger or scope.

@@ -7,8 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from bkctl.bookie.local import LocalCluster, active_cluster
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
@@ -18,6 +16,7 @@ from .kit.access import LOCAL_CONTEXT
 from .kit.audit import shown_uri
 from .kit.command import Run, command, group, rows_of
 from .kit.contexts import Contexts
+from .kit.options import flag
 from .kit.texts import GREEN, RED, YELLOW
 
 app = group()
@@ -38,7 +37,7 @@ LOCAL_COLUMNS = Columns(
 
 LocalDirectory = Annotated[
     Path | None,
-    typer.Option("--dir", metavar="DIR", help="The local cluster's directory (default: the one that is up)."),
+    flag("--dir DIR", "The local cluster's directory (default: the one that is up)."),
 ]
 
 
@@ -61,23 +60,19 @@ def up(
     directory: LocalDirectory = None,
     bookies: Annotated[
         int | None,
-        typer.Option("--bookies", metavar="N", help="Number of bookies (default: 3, or as many as the cluster has)."),
+        flag("--bookies N", "Number of bookies (default: 3, or as many as the cluster has)."),
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option("--storage", metavar="CLASS", help="Ledger storage of new bookies: sorted, interleaved, db."),
+        flag("--storage CLASS", "Ledger storage of new bookies: sorted, interleaved, db."),
     ] = None,
     http: Annotated[
         bool | None,
-        typer.Option(
-            "--http/--no-http", help="Give new bookies an HTTP server (default: if bkctl[http] is installed)."
-        ),
+        flag("--http/--no-http", "Give new bookies an HTTP server (default: if bkctl[http] is installed)."),
     ] = None,
     autorecovery: Annotated[
         bool,
-        typer.Option(
-            "--autorecovery", help="Run auto-recovery in new bookies, which replicates the ledgers of lost ones."
-        ),
+        flag("--autorecovery", "Run auto-recovery in new bookies, which replicates the ledgers of lost ones."),
     ] = False,
 ) -> None:
     """Start a local cluster of our own bookies.
@@ -138,9 +133,7 @@ def _note_target(run: Run, cluster: LocalCluster) -> None:
 def down(
     run: Run,
     directory: LocalDirectory = None,
-    bookie: Annotated[
-        str | None, typer.Option("--bookie", metavar="ID", help="Stop this bookie only; the cluster stays up.")
-    ] = None,
+    bookie: Annotated[str | None, flag("--bookie ID", "Stop this bookie only; the cluster stays up.")] = None,
 ) -> None:
     """Stop the local cluster cleanly.
 

@@ -19,7 +19,7 @@ from bkctl.ids import LedgerId
 
 from .kit.columns import object_of, rows_of
 from .kit.command import Run, command, group
-from .kit.options import DryRun, UndoOption, duration_option
+from .kit.options import DryRun, UndoOption, duration_option, flag
 from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .kit.values import tap
 
@@ -31,15 +31,12 @@ app = group()
 
 RootOption = Annotated[
     str | None,
-    typer.Option(
-        "--pulsar-root",
-        metavar="PATH",
-        help="Path of Pulsar's metadata in the store (default: the parent of the cluster's root, / of /ledgers).",
+    flag(
+        "--pulsar-root PATH",
+        "Path of Pulsar's metadata in the store (default: the parent of the cluster's root, / of /ledgers).",
     ),
 ]
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Ask no bookie: positions that only cursors' ledgers have stay unknown.")
-]
+QuickOption = Annotated[bool, flag("--quick", "Ask no bookie: positions that only cursors' ledgers have stay unknown.")]
 _STATE_STYLE = {
     "ok": GREEN, "missing": RED, "unavailable": RED, "one-copy": YELLOW, "under-replicated": YELLOW,
 }  # fmt: skip
@@ -108,7 +105,7 @@ def list_topics(
     place: Annotated[
         str | None, typer.Argument(metavar="[TENANT[/NAMESPACE]]", help="List only topics of this tenant or namespace.")
     ] = None,
-    by: Annotated[TopicsBy, typer.Option("--by", help="Print a row for each of these.")] = TopicsBy.TOPIC,
+    by: Annotated[TopicsBy, flag("--by", "Print a row for each of these.")] = TopicsBy.TOPIC,
     quick: QuickOption = False,
     root: RootOption = None,
 ) -> None:
@@ -302,7 +299,7 @@ def list_orphans(
     run: Run,
     age_min: Annotated[float, duration_option("--min-age", "Only ledgers at least this old.", default="1d")],
     pause: PauseOption,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete them, after asking.")] = False,
+    delete: Annotated[bool, flag("--delete", "Delete them, after asking.")] = False,
     root: RootOption = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,

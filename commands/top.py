@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
-import typer
-
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
 from .kit.columns import Output
 from .kit.command import Run, command, group, rows_of
-from .kit.options import duration_option
+from .kit.options import duration_option, flag
 from .kit.texts import GREEN, RED, YELLOW, milliseconds
 
 if TYPE_CHECKING:
@@ -94,7 +92,7 @@ def top(
     interval_s: Annotated[
         float, duration_option("--interval", "The time between two looks: 500ms, 2s, 1m.", default="2s")
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print the numbers of one interval, and end.")] = False,
+    once: Annotated[bool, flag("--once", "Print the numbers of one interval, and end.")] = False,
 ) -> None:
     """Show the load of the whole cluster, live.
 

@@ -18,7 +18,7 @@ from .kit.columns import Output, object_of
 from .kit.command import Run, command, group
 from .kit.ledger_options import OneLedger
 from .kit.next_steps import pasted
-from .kit.options import LedgerShape
+from .kit.options import LedgerShape, flag
 
 if TYPE_CHECKING:
     from bkctl.http.why import Explanation, Inquiry
@@ -121,7 +121,7 @@ def why_bookie(run: Run, bookie: Bookie) -> None:
 def why_create(
     run: Run,
     shape: LedgerShape,
-    scoped: Annotated[bool, typer.Option("--scoped", help="A ledger of a scope other than 0.")] = False,
+    scoped: Annotated[bool, flag("--scoped", "A ledger of a scope other than 0.")] = False,
 ) -> None:
     """Explain why a new ledger finds too few bookies.
 
