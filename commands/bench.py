@@ -144,9 +144,7 @@ def _options(load: Callable[..., Load], *more: Any) -> Composite:
 Adds = Annotated[Benchmark, _options(_load_of_adds)]
 Reads = Annotated[
     Benchmark,
-    _options(
-        _load, option("random", bool, "--random", default=False, help="Read at random positions instead of in order.")
-    ),
+    _options(_load, option("--random", "Read at random positions instead of in order.", bool, False)),
 ]
 
 

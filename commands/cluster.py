@@ -80,13 +80,9 @@ def info(run: Run) -> None:
 
 # --- status ---------------------------------------------------------------------------------------------------------
 
-THRESHOLD: Final = combined(
-    percentage,
-    option(
-        "threshold", float, "--threshold", metavar="PERCENT", default=90.0,
-        help="Percentage of used disk space that is too much.",
-    ),
-)  # fmt: skip
+THRESHOLD: Final = option(
+    "--threshold PERCENT", "Percentage of used disk space that is too much.", float, 90.0, parse=percentage
+)
 #: Ledgers whose metadata `cluster status` reads without --count-ledgers.
 COUNTED_LEDGERS_MAX: Final = 10_000
 #: Ledgers, or marks in larger clusters, whose metadata `cluster health` reads without --ledgers.
@@ -213,14 +209,16 @@ HealthLook = Annotated[
             "--stuck-after", "The age from which a ledger IN_RECOVERY is a finding: 10m, 1h.", default="10m"
         ),
         THRESHOLD,
-        option("no_bookies", bool, "--no-bookies", help="Read the metadata only, and ask no bookie.", default=False),
+        option("--no-bookies", "Read the metadata only, and ask no bookie.", bool, False),
         option(
-            "ledgers", bool, "--ledgers", default=False,
-            help="Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked "
-            "ledgers and the last audit are the source otherwise.",
+            "--ledgers",
+            "Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked ledgers and "
+            "the last audit are the source otherwise.",
+            bool,
+            False,
         ),
     ),
-]  # fmt: skip
+]
 
 
 def find_all(run: Run, look: Look) -> list[HealthFinding]:

@@ -15,7 +15,7 @@ from .kit.access import context_connection, context_names
 from .kit.columns import PlainRow
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.contexts import Contexts
-from .kit.options import OldName, flag, word
+from .kit.options import flag, word
 from .kit.settings import CONTEXT_SETTINGS, GlobalOptions, Setting
 from .kit.texts import GREEN
 
@@ -84,7 +84,7 @@ def show(run: Run, name: Annotated[str | None, word("CONTEXT", "The context (def
 def add(
     run: Run,
     name: ContextName,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace the context of this name.", OldName("--replace"))] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace the context of this name.", "--replace")] = False,
     use: Annotated[bool, flag("--use", "Make the new context the current one.")] = False,
 ) -> None:
     """Save the connection options under a name.

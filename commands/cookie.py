@@ -42,7 +42,7 @@ from .kit.options import (
     Composite,
     file_argument,
     flag,
-    text_option,
+    option,
     word,
 )
 from .kit.records import DirOption
@@ -311,12 +311,10 @@ def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
 
 
 def _directories_option(kind: str) -> Composite:
-    return text_option(
-        f"{kind}_dirs",
-        lambda text: tuple(filter(None, text.split(","))),
-        f"--{kind}-dirs",
-        metavar="DIRS",
-        help=f"The bookie's {kind} directories, separated by commas.",
+    return option(
+        f"--{kind}-dirs DIRS",
+        f"The bookie's {kind} directories, separated by commas.",
+        parse=lambda text: tuple(filter(None, text.split(","))),
     )
 
 
@@ -330,7 +328,7 @@ def generate(
     instance_id: Annotated[
         str | None, flag("--instance-id ID", "The cluster's instance id (default: read from the cluster).")
     ] = None,
-    file: Annotated[Path | None, flag("--file FILE", "The file to write (default: stdout).", "-f")] = None,
+    file: Annotated[Path | None, flag("--file -f FILE", "The file to write (default: stdout).")] = None,
 ) -> None:
     """Write the cookie that a bookie would have.
 

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import TextIOWrapper
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -24,7 +24,7 @@ from bkctl.errors import BkctlError, is_interrupt
 from .kit import interrupts
 from .kit.audit import run_result
 from .kit.columns import Output
-from .kit.options import option
+from .kit.options import flag, parameter
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.settings import SESSION_FLAGS, SETTINGS, Session, global_parameters, read_options
 from .kit.terminal import ClosedOutput, continue_without_stdout, discard, flush, say
@@ -177,18 +177,19 @@ def _root(context: typer.Context, **values: Any) -> None:
         setattr(session, name, getattr(session, name) or values[name] or bool(text and parse_switch(text, variable)))
 
 
-def _flag(name: str, *flags: str, **settings: Any) -> Parameter:
-    return option(name, bool, *flags, default=False, **settings)
+def _flag(text: str, help: str, **settings: Any) -> Parameter:
+    name = text.split()[0].removeprefix("--").replace("-", "_")
+    return parameter(name, Annotated[bool, flag(text, help, **settings)], False)
 
 
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        _flag("verbose", "--verbose", "-v", help="Print more on stderr: connections and steps. [BKCTL_VERBOSE=1]"),
-        _flag("quiet", "--quiet", "-q", help="Print only errors on stderr. [BKCTL_QUIET=1]"),
-        _flag("no_color", "--no-color", help="No colours. [BKCTL_NO_COLOR=1, NO_COLOR]"),
-        _flag("debug", "--debug", help="Show the traceback of an error. [BKCTL_DEBUG=1]"),
-        _flag("version", "--version", help="Print the version.", is_eager=True, callback=_version),
+        _flag("--verbose -v", "Print more on stderr: connections and steps. [BKCTL_VERBOSE=1]"),
+        _flag("--quiet -q", "Print only errors on stderr. [BKCTL_QUIET=1]"),
+        _flag("--no-color", "No colours. [BKCTL_NO_COLOR=1, NO_COLOR]"),
+        _flag("--debug", "Show the traceback of an error. [BKCTL_DEBUG=1]"),
+        _flag("--version", "Print the version.", is_eager=True, callback=_version),
         *global_parameters(connects=True, asks=True, program=True),
     ]
 )

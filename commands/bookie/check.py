@@ -18,7 +18,7 @@ from ..kit.columns import fields, with_hex
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.next_steps import next_column
-from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, flag, number_option, text_option
+from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, flag, number_option, option
 from ..kit.records import Directories
 from ..kit.texts import counted, size_text
 from .files import index_app
@@ -63,12 +63,10 @@ def _share(text: str) -> float:
 
 Sample = Annotated[
     float | None,
-    text_option(
-        "sample_share",
-        _share,
-        "--sample",
-        metavar="SHARE",
-        help="Check only this share of the index's entries (1%, 0.01), without a search of the logs.",
+    option(
+        "--sample SHARE",
+        "Check only this share of the index's entries (1%, 0.01), without a search of the logs.",
+        parse=_share,
     ),
 ]
 

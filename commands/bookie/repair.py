@@ -172,9 +172,7 @@ def _password_if_given(text: str | None, file: Path | None) -> bytes | None:
 _PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps."
 GivenPassword = Annotated[
     bytes | None,
-    combined(
-        _password_if_given, option("password", str, "--password", metavar="TEXT", help=_PASSWORD_HELP), PASSWORD_FILE
-    ),
+    combined(_password_if_given, option("--password TEXT", _PASSWORD_HELP), PASSWORD_FILE),
 ]
 
 

@@ -48,10 +48,8 @@ SANITY_COLUMNS = Columns(
 def sanity(
     run: Run,
     which: BookieServerOption,
-    count: Annotated[int | None, count_option("--entries", "Entries to write (default 10).", short="-e")],
-    deadline: Annotated[
-        float | None, duration_option("--deadline", "Give up after this long (exit code 6).", short="-t")
-    ],
+    count: Annotated[int | None, count_option("-e --entries", "Entries to write (default 10).")],
+    deadline: Annotated[float | None, duration_option("-t --deadline", "Give up after this long (exit code 6).")],
     scope_id: Annotated[int | None, scope_option("Scope of the ledger (default 0).")],
 ) -> None:
     """Test a bookie with a temporary ledger.
@@ -145,13 +143,7 @@ SettingsToSet = Annotated[
     dict[str, str],
     combined(
         _settings,
-        option(
-            "settings_to_set",
-            list[str],
-            "--set",
-            metavar="NAME=VALUE",
-            help="Change this setting in the bookie's memory; repeatable.",
-        ),
+        option("--set NAME=VALUE", "Change this setting in the bookie's memory; repeatable.", list[str]),
     ),
 ]
 

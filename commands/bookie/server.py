@@ -39,19 +39,10 @@ BookieServerOption = Annotated[
     ServerChoice,
     combined(
         _bookie_server,
+        option("--bookie BOOKIE", "The bookie, whose registered HTTP server is used."),
         option(
-            "bookie_of_server",
-            str,
-            "--bookie",
-            metavar="BOOKIE",
-            help="The bookie, whose registered HTTP server is used.",
-        ),
-        option(
-            "bookie_url",
-            str,
-            "--bookie-url",
-            metavar="URL",
-            help="The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is "
+            "--bookie-url URL",
+            "The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is "
             "needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]",
         ),
     ),

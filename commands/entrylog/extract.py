@@ -94,7 +94,7 @@ def extract(
         Any, digest_type_option("Digest type of a ledger of scope 0 (default: from metadata, else found by trying).")
     ],
     password: LedgerPassword,
-    file: Annotated[Path, flag("--file FILE", "The file to write; - is stdout.", "-f", show_default=False)],
+    file: Annotated[Path, flag("--file -f FILE", "The file to write; - is stdout.", show_default=False)],
     names: LogNames = None,
     directories: DirOption = None,
     form: Annotated[

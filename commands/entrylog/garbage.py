@@ -14,7 +14,7 @@ from bkctl.model import LedgerLiveness
 
 from ..kit.columns import PlainRow, with_hex
 from ..kit.command import Run, command, group, rows_of
-from ..kit.options import Composite, combined, flag, text_option
+from ..kit.options import Composite, combined, flag, option
 from ..kit.records import DirOption, collect_errors
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .listing import (
@@ -136,7 +136,7 @@ def _threshold(kind: str, default: float) -> Composite:
         raise UsageError(f"{flag} {text}: not a ratio from 0 to 1")
 
     help = f"Usage below which {kind} compaction rewrites a log (default: that of --conf, else {default})."
-    return text_option(f"{kind}_threshold", ratio, flag, metavar="RATIO", help=help)
+    return option(f"{flag} RATIO", help, parse=ratio)
 
 
 ThresholdOptions = Annotated[

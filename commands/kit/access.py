@@ -124,15 +124,11 @@ LoginOfTarget = Annotated[
     Login,
     combined(
         Login,
+        option("--to-user NAME", "Log in to the target; never with --metadata-user."),
         option(
-            "to_user", str | None, "--to-user", metavar="NAME", help="Log in to the target; never with --metadata-user."
-        ),
-        option(
-            "to_password_file",
-            Path | None,
-            "--to-password-file",
-            metavar="FILE",
-            help="File with that user's password. For TLS or SASL name a context: --to context:NAME.",
+            "--to-password-file FILE",
+            "File with that user's password. For TLS or SASL name a context: --to context:NAME.",
+            Path,
         ),
     ),
 ]

@@ -4,93 +4,69 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from inspect import Parameter
 from typing import Annotated, Any, Final, NamedTuple
 
 from bkctl.errors import UsageError
 from bkctl.ids import GivenLedgerId, LedgerId, parse_scope_id, resolve_ledger
 
-from .options import Composite, OldName, argument, combined, option, text_option
+from .options import Composite, argument, combined, option
 
 LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
 
-_LEDGER_PARAMETERS = (
-    option("ledger_id", str, "--ledger-id", metavar="ID", help="Ledger id; a negative decimal is two's complement."),
-    option("ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id."),
-    option(
-        "ledger_qualified_name",
-        str,
-        "--ledger-qualified-name",
-        metavar="NAME",
-        help="Ledger as 32 hex digits or UUID, scope first.",
-    ),
+_LEDGER_OPTIONS: Final = (
+    option("--ledger-id ID", "Ledger id; a negative decimal is two's complement."),
+    option("--ledger-scope-id SCOPE", "Ledger scope id of a bare ledger id."),
+    option("--ledger-qualified-name NAME", "Ledger as 32 hex digits or UUID, scope first."),
 )
 
 
 def scope_option(help: str, flag: str = "--ledger-scope-id") -> Composite:
     """Return the option `flag`, a scope id; None when absent."""
-    return text_option(flag[2:].replace("-", "_"), parse_scope_id, flag, metavar="SCOPE", help=help)
+    return option(f"{flag} SCOPE", help, parse=parse_scope_id)
 
 
-def ledger_option(help: str, default: Any = None) -> Parameter:
+def ledger_option(help: str, default: Any = None) -> Composite:
     """Return the option `--ledger`, the text of one ledger, whose forms follow `help`."""
-    return option(
-        "ledger_filter",
-        str,
-        "--ledger",
-        OldName("--ledger-id"),
-        metavar="LEDGER",
-        help=f"{help}: {LEDGER_FORMS}.",
-        default=default,
-    )
+    return option("--ledger LEDGER", f"{help}: {LEDGER_FORMS}.", str, default, "--ledger-id")
 
 
-def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
-    text, ledger_id, name = values["ledger"], values["ledger_id"], values["ledger_qualified_name"]
-    ledger = resolve_ledger(
-        text, ledger_id=ledger_id, ledger_scope_id=values["ledger_scope_id"], ledger_qualified_name=name
-    )
+def _one_ledger(text: str | None, id_text: str | None, scope: str | None, name: str | None) -> LedgerId:
+    ledger = resolve_ledger(text, ledger_id=id_text, ledger_scope_id=scope, ledger_qualified_name=name)
     if ledger is None:
         raise UsageError("No ledger is given", hint=f"name it as {LEDGER_FORMS}")
-    return GivenLedgerId.keep(ledger, text, name, ledger_id)
+    return GivenLedgerId.keep(ledger, text, name, id_text)
 
 
-def _many_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
-    texts: list[str | None] = values["ledgers"] or [None]
-    for name, flag in (("ledger_id", "--ledger-id"), ("ledger_qualified_name", "--ledger-qualified-name")):
-        if len(texts) > 1 and values[name] is not None:
+def _many_ledgers(texts: list[str] | None, id_text: str | None, scope: str | None, name: str | None) -> list[LedgerId]:
+    for value, flag in ((id_text, "--ledger-id"), (name, "--ledger-qualified-name")):
+        if texts and len(texts) > 1 and value is not None:
             raise UsageError(f"{flag} names one ledger, but {len(texts)} are given", hint="give all as arguments")
-    return [_one_ledger({**values, "ledger": text}) for text in texts]
+    return [_one_ledger(text, id_text, scope, name) for text in texts or (None,)]
 
 
-def _any_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
-    named = any(values[name] is not None for name in ("ledger_id", "ledger_qualified_name")) or values["ledgers"]
-    return _many_ledgers(values) if named else []
+def _any_ledgers(texts: list[str] | None, id_text: str | None, scope: str | None, name: str | None) -> list[LedgerId]:
+    return _many_ledgers(texts, id_text, scope, name) if texts or (id_text, name) != (None, None) else []
 
 
-def _ledgers_of_export(values: Mapping[str, Any]) -> list[LedgerId]:
+def _ledgers_of_export(*given: Any) -> list[LedgerId]:
     try:
-        return _any_ledgers(values)
+        return _any_ledgers(*given)
     except UsageError as error:
         raise UsageError(error.message, hint=f"-f FILE names the file to write; {error.hint}") from error
 
 
-def _ledgers_argument(help: str, name: str = "ledgers", kind: Any = list[str]) -> Parameter:
-    return argument(name, kind, metavar="LEDGER", help=help, show_default=False)
-
-
-_THE_LEDGER = _ledgers_argument(f"The ledger: {LEDGER_FORMS}.", "ledger", str)
-_THE_LEDGERS = _ledgers_argument(f"The ledgers: {LEDGER_FORMS}.")
-_SOME_LEDGERS = _ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all).")
+_THE_LEDGERS = argument("LEDGER", f"The ledgers: {LEDGER_FORMS}.", list[str])
+_SOME_LEDGERS = argument("LEDGER", f"Only these ledgers: {LEDGER_FORMS} (default: all).", list[str])
 #: The one ledger that a command acts on, named by argument or options.
-OneLedger = Annotated[LedgerId, Composite((_THE_LEDGER, *_LEDGER_PARAMETERS), _one_ledger)]
+OneLedger = Annotated[
+    LedgerId, combined(_one_ledger, argument("LEDGER", f"The ledger: {LEDGER_FORMS}.", str), *_LEDGER_OPTIONS)
+]
 #: One ledger or more, named by arguments or options.
-ManyLedgers = Annotated[list[LedgerId], Composite((_THE_LEDGERS, *_LEDGER_PARAMETERS), _many_ledgers)]
+ManyLedgers = Annotated[list[LedgerId], combined(_many_ledgers, _THE_LEDGERS, *_LEDGER_OPTIONS)]
 #: Ledgers by argument; none named: an empty list.
-LedgersOfExport = Annotated[list[LedgerId], Composite((_SOME_LEDGERS, *_LEDGER_PARAMETERS), _ledgers_of_export)]
+LedgersOfExport = Annotated[list[LedgerId], combined(_ledgers_of_export, _SOME_LEDGERS, *_LEDGER_OPTIONS)]
 
 
 class LedgersOrAll(NamedTuple):
@@ -100,20 +76,21 @@ class LedgersOrAll(NamedTuple):
     scope_id: int | None
 
 
-def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
-    ledgers, scope = _any_ledgers(values), values["ledger_scope_id"]
+def _ledgers_or_all(texts: list[str] | None, id_text: str | None, scope: str | None, name: str | None) -> LedgersOrAll:
+    ledgers = _any_ledgers(texts, id_text, scope, name)
     return LedgersOrAll(ledgers or None, None if ledgers or scope is None else parse_scope_id(scope))
 
 
-AnyLedgers = Annotated[LedgersOrAll, Composite((_THE_LEDGERS, *_LEDGER_PARAMETERS), _ledgers_or_all)]
+AnyLedgers = Annotated[LedgersOrAll, combined(_ledgers_or_all, _THE_LEDGERS, *_LEDGER_OPTIONS)]
 
 
-def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
-    file: str | None = values["from_file"]
+def _ledgers_or_file(
+    texts: list[str] | None, file: str | None, id_text: str | None, scope: str | None, name: str | None
+) -> list[LedgerId]:
     if file is None:
-        return _many_ledgers(values)
-    scope = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
-    return [*_any_ledgers(values), *_read_ledgers(file, scope)]
+        return _many_ledgers(texts, id_text, scope, name)
+    scope_id = None if scope is None else parse_scope_id(scope)
+    return [*_any_ledgers(texts, id_text, scope, name), *_read_ledgers(file, scope_id)]
 
 
 def _read_ledgers(file: str, scope_id: int | None) -> list[LedgerId]:
@@ -145,12 +122,18 @@ def _ledger_in_json(text: str) -> str:
     return name
 
 
-_FROM_FILE = option(
-    "from_file", str, "--from-file", metavar="FILE",
-    help="Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints.",
-)  # fmt: skip
 #: Ledgers by argument, or in a file.
-LedgersOrFile = Annotated[list[LedgerId], Composite((_THE_LEDGERS, _FROM_FILE, *_LEDGER_PARAMETERS), _ledgers_or_file)]
+LedgersOrFile = Annotated[
+    list[LedgerId],
+    combined(
+        _ledgers_or_file,
+        _THE_LEDGERS,
+        option(
+            "--from-file FILE", "Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints."
+        ),
+        *_LEDGER_OPTIONS,
+    ),
+]
 
 
 class NewLedger(NamedTuple):
@@ -178,8 +161,8 @@ LedgerToCreate = Annotated[
     NewLedger,
     combined(
         _new_ledger,
-        option("uuid", bool, "--uuid", help="Use a random UUID as the 128-bit id.", default=False),
-        *_LEDGER_PARAMETERS,
+        option("--uuid", "Use a random UUID as the 128-bit id.", bool, False),
+        *_LEDGER_OPTIONS,
     ),
 ]
 
@@ -192,8 +175,7 @@ def _scope(help: str, *, default: int | None) -> Composite:
             raise UsageError("--all-scopes and --ledger-scope-id are given", hint="give one of them")
         return None if is_all else default if scope_id is None else scope_id
 
-    all_scopes = option("all_scopes", bool, "--all-scopes", help="Ledgers of every scope.", default=False)
-    return combined(resolve, scope_option(help), all_scopes)
+    return combined(resolve, scope_option(help), option("--all-scopes", "Ledgers of every scope.", bool, False))
 
 
 #: The scope that a command lists (scope 0 when none is named); None: all scopes.
@@ -205,12 +187,7 @@ ScopeOfAny = Annotated[int | None, _scope("Only ledgers of this scope (default: 
 
 #: `--ledger`, repeatable, as a part of a Composite.
 LEDGERS_BY_OPTION: Final = option(
-    "some_ledgers",
-    list[str],
-    "--ledger",
-    OldName("--ledger-id"),
-    metavar="LEDGER",
-    help=f"Only this ledger, repeatable: {LEDGER_FORMS}.",
+    "--ledger LEDGER", f"Only this ledger, repeatable: {LEDGER_FORMS}.", list[str], None, "--ledger-id"
 )
 
 

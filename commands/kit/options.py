@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from inspect import Parameter
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -45,23 +44,46 @@ def parameter(name: str, annotation: Any, default: Any = None) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def option(name: str, kind: Any, *flags: str, default: Any = None, **settings: Any) -> Parameter:
-    """Return the option `flags` of type `kind`, as part of a Composite; `settings` go to `typer.Option`."""
-    return parameter(name, Annotated[kind, typer.Option(*flags, **settings)], default)
+def flag(text: str, help: str, *old: str, **settings: Any) -> Any:
+    """Return Typer's option for its flags and metavar, `--all` or `--file -f FILE`; `old` are former flags."""
+    words = text.split()
+    flags = [word for word in words if word.startswith("-")]
+    metavar = words[-1] if len(words) > len(flags) else None
+    return typer.Option(*flags, *map(OldName, old), metavar=metavar, help=help, **settings)
 
 
-def argument(name: str, kind: Any, **settings: Any) -> Parameter:
-    """Return an argument of type `kind`, as part of a Composite; `settings` go to `typer.Argument`."""
-    return parameter(name, Annotated[kind, typer.Argument(**settings)])
+def word(metavar: str, help: str, **settings: Any) -> Any:
+    """Return Typer's argument `metavar`, such as `BOOKIE`."""
+    return typer.Argument(metavar=metavar, help=help, **settings)
 
 
-def text_option(
-    name: str, convert: Callable[[Any], Any], *flags: str, kind: Any = str, default: Any = None, **settings: Any
+def option(
+    text: str,
+    help: str,
+    kind: Any = str,
+    default: Any = None,
+    *old: str,
+    parse: Callable[[Any], Any] | None = None,
+    **settings: Any,
 ) -> Composite:
-    """Return one option whose text, or value of another `kind`, `convert` reads; None when absent."""
-    return combined(
-        lambda value: None if value is None else convert(value), option(name, kind, *flags, default=default, **settings)
-    )
+    """Return the option that `flag` makes of these, with the value that `parse` makes of its own; None when absent."""
+    info = flag(text, help, *old, **settings)
+    name = re.findall(r"--([\w-]+)", text)[0].replace("-", "_") + "_option"
+    return _part(parameter(name, Annotated[kind, info], default), parse)
+
+
+def argument(metavar: str, help: str, kind: Any) -> Composite:
+    """Return the argument `metavar` of type `kind`."""
+    info = word(metavar, help, show_default=False)
+    return _part(parameter(f"{metavar.lower()}_argument", Annotated[kind, info]))
+
+
+def _part(param: Parameter, parse: Callable[[Any], Any] | None = None) -> Composite:
+    def resolve(values: Mapping[str, Any]) -> Any:
+        value = values[param.name]
+        return value if parse is None or value is None else parse(value)
+
+    return Composite((param,), resolve)
 
 
 def combined(make: Callable[..., Any], *parts: Any) -> Composite:
@@ -70,7 +92,7 @@ def combined(make: Callable[..., Any], *parts: Any) -> Composite:
     A part is a Parameter, a Composite, or a type of options that is annotated with one.
     """
     given = (getattr(part, "__metadata__", (part,))[0] for part in parts)
-    found = [each if isinstance(each, Composite) else Composite((each,), itemgetter(each.name)) for each in given]
+    found = [each if isinstance(each, Composite) else _part(each) for each in given]
     return Composite(
         tuple(each for part in found for each in part.parameters),
         lambda values: make(*(part.resolve(values) for part in found)),
@@ -80,31 +102,27 @@ def combined(make: Callable[..., Any], *parts: Any) -> Composite:
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _reader(kind: str, convert: Callable[[str, str], Any], metavar: str) -> Callable[..., Composite]:
-    """Return a function that returns options whose text `convert` reads; `kind` ends the names of their parameters."""
+def _reader(convert: Callable[[str, str], Any], metavar: str) -> Callable[..., Composite]:
+    """Return a function that returns options whose text `convert` reads, None when absent and without a default."""
 
-    def parsed_option(
-        flag: str, help: str, *, default: int | str | None = None, short: str | None = None, old: str | None = None
-    ) -> Composite:
-        """Return the option `flag`, None when absent and without a default; `old` is a former name of it."""
-        name = f"{flag.removeprefix('--').replace('-', '_')}_{kind}"
-        flags = [each for each in (short, flag, old and OldName(old)) if each is not None]
-        text = None if default is None else str(default)
-        return text_option(
-            name, lambda text: convert(text, flag), *flags, default=text, show_default=text is not None,
-            metavar=metavar, help=help,
+    def parsed_option(text: str, help: str, *old: str, default: int | str | None = None) -> Composite:
+        """Return the option with the flags in `text`; `old` are former ones."""
+        shown, name = None if default is None else str(default), text.split()[-1]
+        return option(
+            f"{text} {metavar}", help, str, shown, *old, parse=lambda given: convert(given, name),
+            show_default=shown is not None,
         )  # fmt: skip
 
     return parsed_option
 
 
 #: Options for an entry id, a position or an offset (decimal or 0x), a count of 1 or more, bytes, and seconds.
-number_option: Final = _reader("number", parse_number, "N")
-count_option: Final = _reader("count", checked(parse_number, lambda count: count >= 1, "must be 1 or more"), "N")
-size_option: Final = _reader("size", parse_size, "SIZE")
-duration_option: Final = _reader("duration", parse_duration, "DURATION")
+number_option: Final = _reader(parse_number, "N")
+count_option: Final = _reader(checked(parse_number, lambda count: count >= 1, "must be 1 or more"), "N")
+size_option: Final = _reader(parse_size, "SIZE")
+duration_option: Final = _reader(parse_duration, "DURATION")
 _entry_option: Final = _reader(
-    "entry", checked(parse_number, lambda id: 0 <= id < 1 << 63, "entry ids are 0 or more, below 2^63"), "ENTRY"
+    checked(parse_number, lambda id: 0 <= id < 1 << 63, "entry ids are 0 or more, below 2^63"), "ENTRY"
 )
 
 _STEPS_RATE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)(?: ?(?:entry|entries|ledgers?|records?))", re.ASCII)
@@ -131,7 +149,7 @@ def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pa
 
 def pace_option(help: str, *, has_bytes: bool = True) -> Composite:
     """Return the option `--rate`, a Pace; without the option a Pace without limits, which may get one while it runs."""
-    rate = option("rate_limit", str, "--rate", metavar="RATE" if has_bytes else "N", help=help)
+    rate = option(f"--rate {'RATE' if has_bytes else 'N'}", help)
     return combined(
         lambda text: Pace(has_bytes=has_bytes) if text is None else parse_pace(text, has_bytes=has_bytes), rate
     )
@@ -156,7 +174,7 @@ class BinaryFormat(StrEnum):
 #: `--format` of commands that print bytes; None: base64 in json, ndjson and csv.
 BinaryFormatOption = Annotated[
     BinaryFormat | None,
-    typer.Option("--format", help="Form of bytes: base64, utf8, hex, or raw (prints nothing else).", metavar="FORMAT"),
+    flag("--format FORMAT", "Form of bytes: base64, utf8, hex, or raw (prints nothing else)."),
 ]
 
 
@@ -176,9 +194,9 @@ def _protocol(version: ProtocolVersion) -> Any:
 #: `--protocol` as a bkctl.protocol.messages.Protocol.
 ProtocolOption = Annotated[
     Any,
-    text_option(
-        "protocol_version", _protocol, "--protocol", kind=ProtocolVersion, default=ProtocolVersion.V3, metavar="v2|v3",
-        help="Wire protocol; v2 carries no ledger scope.",
+    option(
+        "--protocol v2|v3", "Wire protocol; v2 carries no ledger scope.", ProtocolVersion, ProtocolVersion.V3,
+        parse=_protocol,
     ),
 ]  # fmt: skip
 
@@ -191,9 +209,7 @@ def _digest_type(text: str) -> Any:
 
 def digest_type_option(help: str) -> Composite:
     """Return the option `--digest-type TYPE` as a bkctl.formats.entry.DigestType."""
-    return text_option(
-        "digest_type_name", _digest_type, "--digest-type", OldName("--digest"), metavar="TYPE", help=help
-    )
+    return option("--digest-type TYPE", help, str, None, "--digest", parse=_digest_type)
 
 
 #: The value of `--digest` without a type, for commands that allow this: check digests.
@@ -218,9 +234,8 @@ DigestToCheck = Annotated[
     combined(
         lambda name: DigestCheck(name is not None, None if name in (None, ANY_DIGEST) else _digest_type(name)),
         option(
-            "digest_type_name", str, "--digest", OldName("--digest-type"), metavar="[TYPE]",
-            help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, "
-            "DUMMY; default: found out ledger by ledger).",
+            "--digest [TYPE]", "Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, "
+            "CRC32, HMAC, DUMMY; default: found out ledger by ledger).", str, None, "--digest-type",
         ),
     ),
 ]  # fmt: skip
@@ -245,18 +260,22 @@ def _key_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
     return found
 
 
-def _custom_metadata(read: Callable[..., Any], metavar: str, help: str) -> Composite:
-    return combined(read, option("custom_metadata", list[str], "--custom-metadata", metavar=metavar, help=help))
-
-
 #: `--custom-metadata KEY=VALUE`, repeatable.
 CustomMetadata = Annotated[
-    dict[str, bytes], _custom_metadata(_key_values, "KEY=VALUE", "Custom metadata of the ledger; repeatable.")
+    dict[str, bytes],
+    combined(
+        _key_values, option("--custom-metadata KEY=VALUE", "Custom metadata of the ledger; repeatable.", list[str])
+    ),
 ]
 
 #: `--custom-metadata KEY[=VALUE]` of a filter, repeatable: the value is None where the key alone is given.
-CUSTOM_METADATA_FILTER: Final = _custom_metadata(
-    _keys_and_values, "KEY[=VALUE]", "List only ledgers with this custom metadata, or with this key; repeatable."
+CUSTOM_METADATA_FILTER: Final = combined(
+    _keys_and_values,
+    option(
+        "--custom-metadata KEY[=VALUE]",
+        "List only ledgers with this custom metadata, or with this key; repeatable.",
+        list[str],
+    ),
 )
 
 
@@ -269,24 +288,19 @@ class LedgerSizes(NamedTuple):
     digest_type: Any
 
 
-def _shape_size(name: str, flag: str, help: str, default: int) -> Parameter:
-    return option(name, int, flag, metavar="N", help=help, show_default=True, default=default)
-
-
 #: Ensemble size, quorums and digest type of a ledger that is to be created.
 LedgerShape = Annotated[
     LedgerSizes,
     combined(
         LedgerSizes,
-        _shape_size("ensemble_size", "--ensemble-size", "Number of bookies that store a fragment.", 3),
-        _shape_size("write_quorum", "--write-quorum", "Number of bookies that store each entry.", 2),
-        _shape_size("ack_quorum", "--ack-quorum", "Number of bookies that must acknowledge an entry.", 2),
-        text_option(
-            "digest_type_name", _digest_type, "--digest-type", metavar="TYPE", help="CRC32C, CRC32, HMAC or DUMMY.",
-            show_default=True, default="CRC32C",
+        option("--ensemble-size N", "Number of bookies that store a fragment.", int, 3, show_default=True),
+        option("--write-quorum N", "Number of bookies that store each entry.", int, 2, show_default=True),
+        option("--ack-quorum N", "Number of bookies that must acknowledge an entry.", int, 2, show_default=True),
+        option(
+            "--digest-type TYPE", "CRC32C, CRC32, HMAC or DUMMY.", str, "CRC32C", parse=_digest_type, show_default=True
         ),
     ),
-]  # fmt: skip
+]
 
 
 def file_argument(help: str) -> Composite:
@@ -302,34 +316,31 @@ def file_argument(help: str) -> Composite:
 
     return combined(
         one_file,
-        argument("file", Path, metavar="FILE", help=help, show_default=False),
-        option("file_option", Path, "--file", "-f", metavar="FILE", hidden=True),
+        argument("FILE", help, Path),
+        option("--file -f FILE", "", Path, hidden=True),
     )
 
 
 # --- changing and watching ------------------------------------------------------------------------------------------
 
 #: `--dry-run` of commands that change something; see Run.dry_run.
-DRY_RUN: Final = option(
-    "dry_run", bool, "--dry-run", help="Show what would change, without changing it.", default=False
+DRY_RUN: Final = parameter(
+    "dry_run", Annotated[bool, flag("--dry-run", "Show what would change, without changing it.")], False
 )
 
 #: `--yes-really ID` of commands whose loss cannot be undone; see Run.confirm_name.
-YesReally = Annotated[
-    str | None,
-    typer.Option("--yes-really", metavar="ID", help="Go ahead without a question; --yes alone is not enough."),
-]
+YesReally = Annotated[str | None, flag("--yes-really ID", "Go ahead without a question; --yes alone is not enough.")]
 
 #: `--undo FILE`; see Run.recorded.
-UNDO: Final = option(
-    "undo", Path, "--undo", metavar="FILE",
-    help="New file for 'metadata undo' (default: in the user's state directory), or none.",
-)  # fmt: skip
+UNDO: Final = parameter(
+    "undo",
+    Annotated[
+        Path | None,
+        flag("--undo FILE", "New file for 'metadata undo' (default: in the user's state directory), or none."),
+    ],
+)
 
-KeepGoing = Annotated[
-    bool, typer.Option("--keep-going", help="Continue after failures, and report them at the end (exit code 3).")
-]
-
+KeepGoing = Annotated[bool, flag("--keep-going", "Continue after failures, and report them at the end (exit code 3).")]
 
 _watch_interval: Final = checked(parse_duration, lambda each: each >= WATCH_S_MIN, f"must be {WATCH_S_MIN} s or more")
 
@@ -339,9 +350,7 @@ def watch_option(help: str) -> Composite:
 
     Where the command takes arguments, seconds are given as `--watch=SECONDS`.
     """
-    return text_option(
-        "watch_interval", lambda text: _watch_interval(text, "--watch"), "--watch", metavar="[SECONDS]", help=help
-    )
+    return option("--watch [SECONDS]", help, parse=lambda text: _watch_interval(text, "--watch"))
 
 
 #: `--watch` of a command that runs until the user ends it; see Run.watch.
@@ -371,22 +380,16 @@ def ledger_password(text: str | None, file: Path | None) -> bytes:
     return os.fsencode(os.environ.get("BKCTL_LEDGER_PASSWORD", "") if text is None else text)
 
 
-PASSWORD_FILE: Final = option(
-    "password_file", Path, "--password-file", metavar="FILE",
-    help="File with the password; a final line end is ignored.",
-)  # fmt: skip
+PASSWORD_FILE: Final = option("--password-file FILE", "File with the password; a final line end is ignored.", Path)
 #: The ledger's password as bytes; empty when none is given.
 LedgerPassword = Annotated[
     bytes,
     combined(
         ledger_password,
-        option(
-            "password", str, "--password", metavar="TEXT",
-            help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
-        ),
+        option("--password TEXT", "Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps."),
         PASSWORD_FILE,
     ),
-]  # fmt: skip
+]
 
 
 class EntryIdRange(NamedTuple):
@@ -411,14 +414,3 @@ Entries = Annotated[
         _entry_option("--to", "Last entry id, inclusive."),
     ),
 ]
-
-
-def flag(text: str, help: str, *more: str, **settings: Any) -> Any:
-    """Return the option `text`, such as `--all` or `--file FILE`; `more` are other flags, `settings` Typer's."""
-    name, _, metavar = text.partition(" ")
-    return typer.Option(name, *more, metavar=metavar or None, help=help, **settings)
-
-
-def word(metavar: str, help: str, **settings: Any) -> Any:
-    """Return the argument `metavar`, such as `BOOKIE`; `settings` are Typer's."""
-    return typer.Argument(metavar=metavar, help=help, **settings)

@@ -9,8 +9,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
-import typer
-
 from bkctl.columns import Column, Columns, Constant, Kind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 
@@ -25,6 +23,7 @@ from .options import (
     combined,
     count_option,
     digest_type_option,
+    flag,
     number_option,
     option,
     parameter,
@@ -79,10 +78,10 @@ class RecordOptions(NamedTuple):
         from bkctl.files.record_filter import RecordFilter
         from bkctl.formats.record import RecordType
 
-        for position, flag in ((self.position_first, "--from-pos"), (self.position_last, "--to-pos")):
+        for position, name in ((self.position_first, "--from-pos"), (self.position_last, "--to-pos")):
             if position is not None and position < 0:
-                raise UsageError(f"{flag} {position}: a position is 0 or more")
-        types = None if not self.types else frozenset(RecordType(name.value) for name in self.types)
+                raise UsageError(f"{name} {position}: a position is 0 or more")
+        types = None if not self.types else frozenset(RecordType(each.value) for each in self.types)
         return RecordFilter(*self.ledgers, self.entry_id, types, self.position_first or 0, self.position_last)
 
 
@@ -95,12 +94,11 @@ Records = Annotated[
         number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
         number_option("--to-pos", "The last byte that a shown record may begin at."),
         option(
-            "types", list[TypeName], "--type", metavar="TYPE",
-            help=f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
-            "and ledgersMap).",
+            "--type TYPE", f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
+            "and ledgersMap).", list[TypeName],
         ),
         count_option("--limit", "Print at most N records."),
-        option("body", bool, "--body", help="Print the payloads, too.", default=False),
+        option("--body", "Print the payloads, too.", bool, False),
         parameter("format", BinaryFormatOption),
         digest_type_option(
             "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
@@ -110,7 +108,7 @@ Records = Annotated[
 
 DirOption = Annotated[
     list[Path] | None,
-    typer.Option("--dir", metavar="DIR", help="A directory of the bookie, with or without its current; repeatable."),
+    flag("--dir DIR", "A directory of the bookie, with or without its current; repeatable."),
 ]
 
 
@@ -118,14 +116,14 @@ def directories_argument(help: str) -> Composite:
     """Return the argument DIR, repeatable, and `--dir`, as one list of Paths."""
     return combined(
         lambda places, directories: [*(places or ()), *(directories or ())],
-        argument("places", list[Path] | None, metavar="DIR", help=help),
+        argument("DIR", help, list[Path] | None),
         parameter("directories", DirOption),
     )
 
 
 #: The bookie's directories.
 Directories = Annotated[Sequence[Path], directories_argument("The bookie's directories (default: as in --conf).")]
-ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Print the master keys, too.")]
+ShowSecretsOption = Annotated[bool, flag("--show-secrets", "Print the master keys, too.")]
 
 
 def record_columns(

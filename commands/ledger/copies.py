@@ -114,7 +114,7 @@ def try_out(
     run: Run,
     target: LedgerToCreate,
     shape: LedgerShape,
-    count: Annotated[int, count_option("--entries", "Entries to write.", default=1000, old="--count")],
+    count: Annotated[int, count_option("--entries", "Entries to write.", "--count", default=1000)],
     size: Annotated[int, size_option("--size", "Bytes of an entry.", default="100")],
     password: LedgerPassword,
     protocol: ProtocolOption,

@@ -122,18 +122,12 @@ QueryOptions = Annotated[
         size_option("--min-size", "List only ledgers of at least this length."),
         size_option("--max-size", "List only ledgers of at most this length."),
         CUSTOM_METADATA_FILTER,
-        option("bookie", str, "--bookie", metavar="BOOKIE", help="List only ledgers with entries on this bookie."),
-        option("state", list[str], "--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable."),
-        option(
-            "topic", str, "--topic", metavar="TOPIC",
-            help="List only ledgers of this Pulsar topic, partitions included.",
-        ),
-        option(
-            "subscription", str, "--subscription", metavar="NAME",
-            help="List only ledgers of this subscription of --topic.",
-        ),
+        option("--bookie BOOKIE", "List only ledgers with entries on this bookie."),
+        option("--state STATE", "OPEN, IN_RECOVERY or CLOSED; repeatable.", list[str]),
+        option("--topic TOPIC", "List only ledgers of this Pulsar topic, partitions included."),
+        option("--subscription NAME", "List only ledgers of this subscription of --topic."),
     ),
-]  # fmt: skip
+]
 
 
 @command(

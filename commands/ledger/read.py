@@ -164,7 +164,7 @@ def _write_raw(run: Run, form: EntryBytes, live: bool, entries: Sequence[Any]) -
         flush()
 
 
-TemplateOption = Annotated[str | None, flag("--template TEMPLATE", f"Print entries in this form: {FIELDS_HELP}.", "-f")]
+TemplateOption = Annotated[str | None, flag("--template -f TEMPLATE", f"Print entries in this form: {FIELDS_HELP}.")]
 DelimiterOption = Annotated[
     str | None, flag("--delimiter TEXT", "Write this after each payload of --format raw: '\\n', '\\0'.")
 ]
@@ -180,7 +180,7 @@ def read(
     run: Run,
     ledger: OneLedger,
     entries: Entries,
-    limit: Annotated[int | None, count_option("--limit", "Read at most N entries.", old="--count")],
+    limit: Annotated[int | None, count_option("--limit", "Read at most N entries.", "--count")],
     last: Annotated[int | None, count_option("--last", "Read the last N entries.")],
     password: LedgerPassword,
     protocol: ProtocolOption,

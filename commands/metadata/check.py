@@ -128,7 +128,7 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.
 @command(app, "idgen", connects=True, changes="sequence", prints=rows_of(NEW_ID_COLUMNS))
 def idgen(
     run: Run,
-    limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
+    limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", "--count")],
     scope: Annotated[int | None, scope_option("Random ids of this scope.")],
     sequence: Annotated[
         bool, flag("--sequence", "Take ids of scope 0 from the cluster's generator, which gives no id twice.")

@@ -55,7 +55,7 @@ def export(
     ledgers: LedgersOfExport,
     pace: RecordPace,
     file: Annotated[
-        str | None, flag("--file FILE", "The file to write; - is stdout. It holds ledger passwords.", "-f")
+        str | None, flag("--file -f FILE", "The file to write; - is stdout. It holds ledger passwords.")
     ] = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace FILE if it exists.")] = False,
 ) -> None:

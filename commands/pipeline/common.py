@@ -79,11 +79,8 @@ def _given_bookies(places: list[str] | None, facts: str | None) -> GivenBookies:
 _BOOKIES: Final = combined(
     _given_bookies,
     parameter("places", Annotated[list[str] | None, PLACES]),
-    option(
-        "facts", str, "--facts", metavar="URI",
-        help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
-    ),
-)  # fmt: skip
+    option("--facts URI", "Read facts that 'pipeline extract' wrote, instead of bookies' files."),
+)
 Places = Annotated[GivenBookies, _BOOKIES]
 
 LedgersToScan = Annotated[ScanFilter, SCAN_LEDGERS]
@@ -121,22 +118,21 @@ _PANEL = "Spark options"
 _SPARK: Final = combined(
     _spark_settings,
     option(
-        "master", str, "--master", metavar="URL", rich_help_panel=_PANEL,
-        help="Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… "
-        "(default: this machine, and no Spark for jobs that only read files).",
+        "--master URL", "Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, "
+        "k8s://… (default: this machine, and no Spark for jobs that only read files).", rich_help_panel=_PANEL,
     ),
     option(
-        "spark_settings", list[str], "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
-        help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
+        "--spark-conf NAME=VALUE", "A setting of Spark, as spark.driver.memory=4g; repeatable.", list[str],
+        rich_help_panel=_PANEL,
     ),
     option(
-        "archives", list[str], "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
-        help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
+        "--archive FILE[#NAME]", "Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
+        list[str], rich_help_panel=_PANEL,
     ),
     option(
-        "ship", bool | None, "--ship/--no-ship", rich_help_panel=_PANEL,
-        help="Send this package and its compiled scanner to the executors (default: unless Spark runs "
-        "on this machine alone). Executors of another platform scan in Python, 4 times slower.",
+        "--ship/--no-ship", "Send this package and its compiled scanner to the executors (default: unless Spark runs "
+        "on this machine alone). Executors of another platform scan in Python, 4 times slower.", bool | None,
+        rich_help_panel=_PANEL,
     ),
 )  # fmt: skip
 SparkOptions = Annotated[SparkSettings, _SPARK]

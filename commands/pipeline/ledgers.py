@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
-from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from bkctl.ids import LedgerId
 from ..kit.columns import fields
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import AnyLedgers, scope_option
-from ..kit.options import combined, duration_option, flag, option, word
+from ..kit.options import Composite, combined, duration_option, flag, option, word
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
 from .common import PLACES, SparkOptions, bookies_at, check_cluster, connection_options, ledger_of, spark_job
@@ -85,8 +84,8 @@ def _sizes(*sizes: int | None) -> dict[str, str]:
     return {name: str(size) for name, size in zip(names, sizes, strict=True) if size is not None}
 
 
-def _size(name: str, flag: str, help: str) -> Parameter:
-    return option(name, int, flag, metavar="N", help=f"{help} (default: as the source's).")
+def _size(flag: str, help: str) -> Composite:
+    return option(f"{flag} N", f"{help} (default: as the source's).", int)
 
 
 #: Sizes of new ledgers in place of their sources', as options of the jobs.
@@ -94,9 +93,9 @@ NewSizes = Annotated[
     dict[str, str],
     combined(
         _sizes,
-        _size("ensemble_size", "--ensemble-size", "Bookies that a fragment is spread over"),
-        _size("write_quorum", "--write-quorum", "Bookies that get each entry"),
-        _size("ack_quorum", "--ack-quorum", "Bookies that must have an entry before it counts"),
+        _size("--ensemble-size", "Bookies that a fragment is spread over"),
+        _size("--write-quorum", "Bookies that get each entry"),
+        _size("--ack-quorum", "Bookies that must have an entry before it counts"),
     ),
 ]
 

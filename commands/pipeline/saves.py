@@ -77,15 +77,14 @@ def _save_options(save_help: str) -> Composite:
     """Return the options, with this help of --save."""
     return combined(
         _saves,
-        option("save", list[str], "--save", metavar="PATH", help=f"{save_help} Repeatable."),
+        option("--save PATH", f"{save_help} Repeatable.", list[str]),
         option(
-            "save_tables", list[str], "--save-table", metavar="NAME",
-            help="Also save the rows as a new table of Spark's catalog; runs on Spark. Repeatable.",
+            "--save-table NAME", "Also save the rows as a new table of Spark's catalog; runs on Spark. Repeatable.",
+            list[str],
         ),
         option(
-            "append", bool, "--append", default=False,
-            help=f"Add the rows, dated by a column {RUN_AT}, to existing tables of --save-table, and to "
-            "NAME.parquet of --save, a directory.",
+            "--append", f"Add the rows, dated by a column {RUN_AT}, to existing tables of --save-table, and to "
+            "NAME.parquet of --save, a directory.", bool, False,
         ),
     )  # fmt: skip
 
