@@ -193,7 +193,7 @@ LARGE_BODIES = {
     "bookie.repair.regenerate_files": {"long"},
     "bookie.repair.format_bookie": {"branches"},
     "bookie.running.config": {"branches"},
-    "bookies.stop.show_stop_risks": {"branches"},
+    "bookies.departure.show_stop_risks": {"branches"},
     "cluster.status": {"branches"},
     "cluster.health_detail": {"loop"},
     "cookie.generate": {"branches"},

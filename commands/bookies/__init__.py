@@ -1,6 +1,6 @@
 """`bkctl bookies`: the set of bookies of a cluster."""
 
 from ..kit.command import group
-from . import departure, members, recover, stop
+from . import departure, members, recover
 
-app = group(parts=(members.app, recover.app, departure.app, stop.app))
+app = group(parts=(members.app, recover.app, departure.app))

@@ -1,6 +1,6 @@
 """`bkctl entrylog`: entry log files of a bookie."""
 
 from ..kit.command import group
-from . import extract, garbage, listing
+from . import extract, listing
 
-app = group(parts=(listing.app, garbage.app, extract.app))
+app = group(parts=(listing.app, extract.app))

@@ -157,7 +157,7 @@ def test_locate_asks_the_bookies(cli: Cli, written: str, cluster: LocalCluster) 
 
 
 def test_missing_entries_read_as_spans() -> None:
-    from bkctl.commands.ledger.locate import spans_text
+    from bkctl.commands.ledger.listing import spans_text
 
     def span(first: int, last: int, count: int) -> dict[str, int]:
         return {"firstEntryId": first, "lastEntryId": last, "entryCount": count}
