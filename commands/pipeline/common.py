@@ -19,8 +19,7 @@ from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, flag, option, parameter, word
 from ..kit.settings import SETTINGS
 from ..kit.texts import counted
-from .page import Section, write_pages
-from .saves import SAVE_OPTIONS, Saves, check_saves, check_spark_saves, frame_rows
+from .saves import SAVE_OPTIONS, Saves, Section, check_saves, check_spark_saves, frame_rows, write_pages
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

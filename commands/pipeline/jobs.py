@@ -37,8 +37,7 @@ from .common import (
     show_result,
     sums_of,
 )
-from .page import BARS_MAX, Bar, PageTable, Plot, Section, table, top_rows, write_pages
-from .saves import NO_SAVES, check_pages
+from .saves import BARS_MAX, NO_SAVES, Bar, PageTable, Plot, Section, check_pages, table, top_rows, write_pages
 
 app = group()
 
