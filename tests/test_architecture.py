@@ -188,8 +188,8 @@ _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 #: Commands whose body does more than parse, call and render.
 LARGE_BODIES = {
-    "bookie.collection.gc": {"branches"},
-    "bookie.collection.compact_locations": {"branches"},
+    "bookie.running.gc": {"branches"},
+    "bookie.running.compact_locations": {"branches"},
     "bookie.repair.regenerate_files": {"long"},
     "bookie.repair.format_bookie": {"branches"},
     "bookie.running.config": {"branches"},
