@@ -27,7 +27,7 @@ from .kit.options import (
 )
 from .kit.terminal import terminal_width
 from .kit.texts import CYAN, RESET, counted
-from .ledger.write import create_ledger
+from .ledger.entries import create_ledger
 
 if TYPE_CHECKING:
     from bkctl.client.benchmark import Latencies, Load, LoadResult

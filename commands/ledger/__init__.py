@@ -1,6 +1,6 @@
 """`bkctl ledger`: write, list, read, recover and verify ledgers."""
 
 from ..kit.command import group
-from . import changes, copies, listing, read, write
+from . import changes, entries, listing
 
-app = group(parts=(write.app, listing.app, read.app, changes.app, copies.app))
+app = group(parts=(entries.write_app, listing.app, entries.app, changes.app))
