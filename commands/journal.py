@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
-from .kit.columns import fields, hex_column
+from .kit.columns import fields, with_hex
 from .kit.command import Run, command, group, rows_of
 from .kit.next_steps import next_column
 from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option, flag, word
@@ -56,8 +56,7 @@ JournalNames = Annotated[
 
 
 JOURNAL_COLUMNS = Columns(
-    Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: f"{row.file.id:x}"),
+    *with_hex("JOURNAL", "journalId", "file.id"),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
@@ -148,8 +147,7 @@ def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[RecordBat
 
 MARK_COLUMNS = Columns(
     Column("INDEX", "journalIndex", "journal_index", Kind.INTEGER),
-    Column("JOURNAL", "journalId", "mark.journal_id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: f"{row.mark.journal_id:x}"),
+    *with_hex("JOURNAL", "journalId", "mark.journal_id"),
     Column("OFFSET", "offset", "mark.offset", Kind.INTEGER),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
     Column("FILE", "file", lambda row: str(row.file.path), flexible=True, spare=2),
@@ -185,8 +183,7 @@ _SOUND = ("endOfFile", "zeros", "empty")
 
 
 VERIFY_COLUMNS = Columns(
-    Column("JOURNAL", "journalId", "journal_id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}"),
+    *with_hex("JOURNAL", "journalId", "journal_id"),
     Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
     Column("STATE", "state", lambda row: row.state.value, Kind.WORD, style=STATE_STYLE),
@@ -255,13 +252,8 @@ def verify(
 # --- stats ----------------------------------------------------------------------------------------------------------
 
 
-class JournalGrouping(StrEnum):
-    """The grouping of `stats`."""
-
-    FILE = "file"
-    TYPE = "type"
-    LEDGER = "ledger"
-    SCOPE = "scope"
+#: The grouping of `stats`.
+JournalGrouping = StrEnum("JournalGrouping", "FILE TYPE LEDGER SCOPE")
 
 
 def _decimal(value: float | None) -> float | None:
@@ -269,8 +261,7 @@ def _decimal(value: float | None) -> float | None:
 
 
 STATS_COLUMNS = Columns(
-    Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: f"{row.file.id:x}"),
+    *with_hex("JOURNAL", "journalId", "file.id"),
     Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
     Column("SIZE", "size", "file.size", Kind.SIZE, spare=1),
     Column("WRITTEN", "writtenSize", "good_end", Kind.SIZE),

@@ -87,12 +87,8 @@ TOTAL_COLUMNS = Columns(
 )  # fmt: skip
 
 
-class TopicsBy(StrEnum):
-    """The group of topics in a row of `pulsar topics`."""
-
-    TOPIC = "topic"
-    NAMESPACE = "namespace"
-    TENANT = "tenant"
+#: The group of topics in a row of `pulsar topics`.
+TopicsBy = StrEnum("TopicsBy", "TOPIC NAMESPACE TENANT")
 
 
 @command(app, "topics", connects=True, prints=rows_of(TOPIC_COLUMNS, TOTAL_COLUMNS))

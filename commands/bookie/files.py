@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bkctl.checks.findings import as_damage
 from bkctl.columns import Column, Columns, Kind, iso_time
@@ -150,13 +150,7 @@ def _kinds(texts: list[str]) -> frozenset[Any]:
     return frozenset(chosen)
 
 
-class IndexRow(NamedTuple):
-    """The place of an entry of a ledger in an index, or a run of entries that are not here."""
-
-    ledger: LedgerId
-    found: EntryLocation | Gap
-
-
+#: The place of an entry of a ledger in an index; GAP_COLUMNS: a run of entries that are not here.
 LOCATION_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "found.entry_id", Kind.INTEGER),
@@ -224,11 +218,11 @@ def show(
 
 def _places(
     indexes: BookieIndexes, ledgers: list[LedgerId], find: Callable[[LedgerIndex], Iterable[EntryLocation | Gap]]
-) -> Iterator[IndexRow]:
+) -> Iterator[PlainRow]:
     for ledger in ledgers:
         with indexes.open(ledger) as index:
             for place in find(index):
-                yield IndexRow(ledger, place)
+                yield PlainRow(ledger=ledger, found=place)
 
 
 def _location(entry_id: int, index: LedgerIndex) -> list[EntryLocation]:
