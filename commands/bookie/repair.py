@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -371,34 +371,31 @@ def format_bookie(
     has_store = run.access.names_metadata or config.metadata_service_uri is not None or delete_cookie
     if not has_store:
         run.out.note("No metadata store is named, so the bookie's registration is not checked")
-    with run.access.cluster() if has_store else nullcontext() as cluster:
-        if cluster is not None:
-            check_not_registered(cluster, [bookie_id])
-        places = existing(roles_of(config))
-        with hold(places, note=run.out.note):
-            if run.dry_run:
-                run.out.render(rows, CONTENTS_COLUMNS)
-                return
-            loss = _loss(bookie_id, rows)
-            if yes_really is None and sys.stderr.isatty():
-                run.out.note(
-                    *(
-                        f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}"
-                        for row in rows
-                    )
-                )
-            run.consent.confirm_name(loss, bookie_id, yes_really)
-            if cluster is None:
-                run.consent.start_audit(begun=True)
-            with run.job.working(
-                f"Removing the files of bookie {bookie_id}",
-                left="without its cookies the bookie cannot start: run the command again to finish",
-            ):
-                wipe(config, Files())
-        if cluster is not None and delete_cookie:
-            stored = cluster.cookies.read(bookie_id)
-            if stored is not None:
-                cluster.cookies.remove(bookie_id, stored.version)
+    cluster = run.cluster if has_store else None
+    if cluster is not None:
+        check_not_registered(cluster, [bookie_id])
+    places = existing(roles_of(config))
+    with hold(places, note=run.out.note):
+        if run.dry_run:
+            run.out.render(rows, CONTENTS_COLUMNS)
+            return
+        loss = _loss(bookie_id, rows)
+        if yes_really is None and sys.stderr.isatty():
+            run.out.note(
+                *(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}" for row in rows)
+            )
+        run.consent.confirm_name(loss, bookie_id, yes_really)
+        if cluster is None:
+            run.consent.start_audit(begun=True)
+        with run.job.working(
+            f"Removing the files of bookie {bookie_id}",
+            left="without its cookies the bookie cannot start: run the command again to finish",
+        ):
+            wipe(config, Files())
+    if cluster is not None and delete_cookie:
+        stored = cluster.cookies.read(bookie_id)
+        if stored is not None:
+            cluster.cookies.remove(bookie_id, stored.version)
     run.out.render(rows, CONTENTS_COLUMNS)
 
 

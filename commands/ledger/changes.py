@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -403,19 +402,13 @@ def copy(
             )
         if to_ledger_id < 0:
             raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
-    with ExitStack() as stack:
-        connected = stack.enter_context(run.access.cluster())
-        source = stack.enter_context(run.consent.recorded(connected, run.undo)) if recover else connected
-        target = source if to is None else stack.enter_context(run.access.open_other_cluster(to, login=login))
-        activity = stack.enter_context(
-            run.job.working(
-                "Copying and reading back",
-                unit="entries",
-                pace=pace,
-                left="printed copies stay: run the command again for the other ledgers",
-            )
-        )
-        writer = stack.enter_context(run.out.rows(COPY_COLUMNS))
+    source = run.opened.enter_context(run.recorded()) if recover else run.cluster
+    target = source if to is None else run.opened.enter_context(run.access.open_other_cluster(to, login=login))
+    left = "printed copies stay: run the command again for the other ledgers"
+    with (
+        run.job.working("Copying and reading back", unit="entries", pace=pace, left=left) as activity,
+        run.out.rows(COPY_COLUMNS) as writer,
+    ):
         copies = partial(
             copy_ledgers, target=run.access.bookkeeper(target), ledgers=ledgers, keep_going=keep_going,
             ledger_scope_id=to_scope_id, ledger_id=to_ledger_id, new_id=new_id,

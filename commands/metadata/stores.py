@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +27,7 @@ from bkctl.metadata.uri import parse_uri
 
 from ..kit.access import LoginOfTarget
 from ..kit.columns import Output, PlainRow, fields
-from ..kit.command import Access, Run, command, group, object_of, rows_of
+from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import RecordPace, file_argument, flag, word
 from ..kit.texts import GREEN, RED, YELLOW, counted
@@ -136,23 +136,22 @@ def import_(
         if overwrite and not run.dry_run:
             place = parse_uri(run.access.connection().uri).text
             run.consent.confirm(f"Metadata in {place} would be replaced with that in {path}")
-        with ExitStack() as stack:
-            try:
-                target = stack.enter_context(run.access.cluster(create_store=not run.dry_run))
-                plan = prepare_target(target, source, dry_run=run.dry_run)
-                note_layout(run, source.header, plan)
-                is_new = plan.is_new
-            except NotFound:
-                if not run.dry_run:
-                    raise
-                is_new = True  # no SQLite file yet
-            if is_new and run.dry_run:
-                show_imported(run, ImportSummary(counts))
-                return
-            recorded = nullcontext(target) if is_new else run.consent.recorded(target, run.undo)
-            imported = _fill(
-                run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=run.dry_run
-            )
+        try:
+            target = run.opened.enter_context(run.access.cluster(create_store=not run.dry_run))
+            plan = prepare_target(target, source, dry_run=run.dry_run)
+            note_layout(run, source.header, plan)
+            is_new = plan.is_new
+        except NotFound:
+            if not run.dry_run:
+                raise
+            is_new = True  # no SQLite file yet
+        if is_new and run.dry_run:
+            show_imported(run, ImportSummary(counts))
+            return
+        recorded = nullcontext(target) if is_new else run.consent.recorded(target, run.undo)
+        imported = _fill(
+            run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=run.dry_run
+        )
     show_imported(run, imported)
     if imported.conflicts:
         shown = imported.conflicts[:NAMES_SHOWN_MAX]
@@ -213,27 +212,26 @@ def diff(
 
     $ bkctl metadata diff cluster.ndjson
     """
-    with ExitStack() as stack:
-        left, right = _open(run.access, stack, first), _open(run.access, stack, second)
-        if left.header.instance_id != right.header.instance_id:
-            run.out.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
-        with run.job.working("Comparing", unit="records", pace=pace) as activity:
-            differences = compare(left.records(), right.records(), progress=activity.step)
-            rows = chain(compare_headers(left.header, right.header), differences)
-            count = run.out.render(rows, DIFFERENCE_COLUMNS, findings=True)
+    left, right = _open(run, first), _open(run, second)
+    if left.header.instance_id != right.header.instance_id:
+        run.out.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
+    with run.job.working("Comparing", unit="records", pace=pace) as activity:
+        differences = compare(left.records(), right.records(), progress=activity.step)
+        rows = chain(compare_headers(left.header, right.header), differences)
+        count = run.out.render(rows, DIFFERENCE_COLUMNS, findings=True)
     if not count:
         run.out.note("No differences")
     run.out.finish_with(count, "difference", "differences")
 
 
-def _open(access: Access, stack: ExitStack, text: str | None) -> DumpSource:
-    """Return the store or export that `text` names (None: the connection's cluster); `stack` closes it."""
+def _open(run: Run, text: str | None) -> DumpSource:
+    """Return the store or export that `text` names (None: the connection's cluster), open until the command ends."""
     if text is None:
-        return ClusterSource(stack.enter_context(access.cluster()))
-    source, cluster = open_source(text, access.open_other_cluster)
+        return ClusterSource(run.cluster)
+    source, cluster = open_source(text, run.access.open_other_cluster)
     if cluster is not None:
-        stack.enter_context(cluster)
-    return stack.enter_context(source)
+        run.opened.enter_context(cluster)
+    return run.opened.enter_context(source)
 
 
 @command(app, "migrate", asks=True, undo=True, dry_run=True, prints=rows_of(IMPORTED_COLUMNS))
@@ -264,32 +262,31 @@ def migrate(
     """
     if to is None:
         raise UsageError("No target is named", hint="add --to URI")
-    with run.access.cluster() as source_cluster, ExitStack() as stack:
-        source = ClusterSource(source_cluster)
-        try:
-            target = stack.enter_context(run.access.open_other_cluster(to, login=login, create_store=not run.dry_run))
-        except NotFound:
-            if not run.dry_run:
-                raise
-            _refuse_registered(live, source_cluster)
-            _show_planned(run, source)  # no SQLite file yet
-            return
-        if source_cluster.identity == target.identity:
-            raise UsageError(f"{target.uri} is the same store", hint="name another root: a layout changes by a copy")
-        plan = prepare_target(target, source, dry_run=True)
-        _refuse_registered(live, *((source_cluster,) if plan.is_new else (source_cluster, target)))
-        note_layout(run, source.header, plan)
-        if run.dry_run and plan.is_new:
-            _show_planned(run, source)
-            return
-        if overwrite and not run.dry_run and not plan.is_new:
-            run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
-        prepare_target(target, source, dry_run=run.dry_run)
-        recorded = nullcontext(target) if plan.is_new else run.consent.recorded(target, run.undo, elsewhere=True)
-        imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=run.dry_run)
-        differences = 0 if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
+    source = ClusterSource(run.cluster)
+    try:
+        target = run.opened.enter_context(run.access.open_other_cluster(to, login=login, create_store=not run.dry_run))
+    except NotFound:
+        if not run.dry_run:
+            raise
+        _refuse_registered(live, run.cluster)
+        _show_planned(run, source)  # no SQLite file yet
+        return
+    if run.cluster.identity == target.identity:
+        raise UsageError(f"{target.uri} is the same store", hint="name another root: a layout changes by a copy")
+    plan = prepare_target(target, source, dry_run=True)
+    _refuse_registered(live, *((run.cluster,) if plan.is_new else (run.cluster, target)))
+    note_layout(run, source.header, plan)
+    if run.dry_run and plan.is_new:
+        _show_planned(run, source)
+        return
+    if overwrite and not run.dry_run and not plan.is_new:
+        run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {run.cluster.uri}")
+    prepare_target(target, source, dry_run=run.dry_run)
+    recorded = nullcontext(target) if plan.is_new else run.consent.recorded(target, run.undo, elsewhere=True)
+    imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=run.dry_run)
+    differences = 0 if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
-    between = f"between {source_cluster.uri} and {target.uri}"
+    between = f"between {run.cluster.uri} and {target.uri}"
     run.out.finish_with(differences, f"difference {between}", f"differences {between}")
 
 

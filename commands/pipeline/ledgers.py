@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,8 +64,8 @@ def extract(
     store = FactsStore(uri)  # It says what is not installed.
     bookies = bookies_at(run, places)
     is_named = run.access.names_metadata or run.access.conf is not None or not places
-    with run.access.cluster() if is_named else nullcontext() as cluster:
-        run.out.render(_extracted(run, bookies, store, cluster, full, timedelta(seconds=keep)), EXTRACT_COLUMNS)
+    cluster = run.cluster if is_named else None
+    run.out.render(_extracted(run, bookies, store, cluster, full, timedelta(seconds=keep)), EXTRACT_COLUMNS)
 
 
 def _extracted(
