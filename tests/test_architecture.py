@@ -190,7 +190,6 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LARGE_BODIES = {
     "bookie.running.gc": {"branches"},
     "bookie.running.compact_locations": {"branches"},
-    "bookie.repair.regenerate_files": {"long"},
     "bookie.repair.format_bookie": {"branches"},
     "bookie.running.config": {"branches"},
     "bookies.departure.show_stop_risks": {"branches"},

@@ -173,14 +173,13 @@ META_COLUMNS = Columns(
     Column("FILE", "file", lambda row: str(row.source.path), flexible=True, spare=2),
     key="ledger",
 )
-MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY, text=bytes.hex)
-
-
-@command(
-    index_app,
-    "show",
-    prints=rows_of(LOCATION_COLUMNS, GAP_COLUMNS, union(META_COLUMNS, META_COLUMNS.and_also(MASTER_KEY))),
+SECRET_META_COLUMNS = META_COLUMNS.and_also(
+    Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY, text=bytes.hex)
 )
+_SHOWN = rows_of(LOCATION_COLUMNS, GAP_COLUMNS, union(META_COLUMNS, SECRET_META_COLUMNS))
+
+
+@command(index_app, "show", prints=_SHOWN)
 def show(
     run: Run,
     which: AnyLedgers,
@@ -207,7 +206,7 @@ def show(
     with BookieIndexes(run.access.directories(directories)) as indexes:
         if meta:
             ledgers = indexes.ledgers(which.scope_id) if which.ledgers is None else which.ledgers
-            columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
+            columns = SECRET_META_COLUMNS if show_secrets else META_COLUMNS
             run.out.render(_metas(indexes, ledgers, run.errors, named=which.ledgers is not None), columns)
         elif gaps:
             run.out.render(_places(indexes, which.ledgers or [], methodcaller("gaps")), GAP_COLUMNS)

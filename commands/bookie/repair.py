@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -33,11 +34,11 @@ app = group()
 
 
 @contextmanager
-def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
+def _held(run: Run, layout: BookieLayout) -> Iterator[None]:
     """Hold the bookie's directories for this process; not in a dry run, which only reads."""
     from bkctl.repair.holding import hold
 
-    if dry_run:
+    if run.dry_run:
         yield
         return
     with hold(layout.all, note=run.out.note):
@@ -65,7 +66,6 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
     if not run.access.names_metadata:
         yield None
         return
-
     stored = StoredLedgers(run.cluster, layout.all)
     yield stored
     run.out.error(*stored.problems)
@@ -120,22 +120,17 @@ def rebuild_databases(
     if not (ledgers or locations):
         raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
     layout = _layout(run, directories)
-    with _held(run, layout, dry_run=run.dry_run), _metadata(run, layout) as metadata:
-        size = layout.size_to_read(log_passes=ledgers + locations, journals=ledgers)
-        with run.job.working(
-            "Rebuilding",
-            total=size,
-            unit="bytes",
-            left="a database is replaced as a whole or not at all: run the command again",
-        ) as activity:
-            done = rebuild(
-                layout,
-                ledgers=ledgers,
-                locations=locations,
-                metadata=metadata,
-                dry_run=run.dry_run,
-                progress=activity.advance,
-            )
+    size = partial(layout.size_to_read, log_passes=ledgers + locations, journals=ledgers)
+    left = "a database is replaced as a whole or not at all: run the command again"
+    with (
+        _held(run, layout),
+        _metadata(run, layout) as metadata,
+        run.job.working("Rebuilding", total=size(), unit="bytes", left=left) as activity,
+    ):
+        done = rebuild(
+            layout, ledgers=ledgers, locations=locations, metadata=metadata, dry_run=run.dry_run,
+            progress=activity.advance,
+        )  # fmt: skip
     run.out.render(done.databases, REBUILT_COLUMNS)
     _report(run, done.findings)
     run.out.note(
@@ -146,11 +141,8 @@ def rebuild_databases(
             if (count := getattr(row, name))
         )
     )
-    run.out.finish_with(
-        len(done.findings.damage),
-        "damaged file; the records before the damage were used",
-        "damaged files; the records before the damage were used",
-    )
+    rest = "the records before the damage were used"
+    run.out.finish_with(len(done.findings.damage), f"damaged file; {rest}", f"damaged files; {rest}")
 
 
 REGENERATED_COLUMNS = Columns(
@@ -198,25 +190,17 @@ def regenerate_files(
         problem = "--all and ledgers are given" if all_ledgers else "No ledger is given"
         raise UsageError(problem, hint="name ledgers, or add --all")
     layout = _layout(run, directories)
+    key = None if password is None else master_key(password)
+    left = "run the command again: old files are backups"
     with (
-        _held(run, layout, dry_run=run.dry_run),
+        _held(run, layout),
         _metadata(run, layout) as metadata,
-        run.job.working(
-            "Regenerating",
-            total=layout.size_to_read(),
-            unit="bytes",
-            left="run the command again: old files are backups",
-        ) as activity,
+        run.job.working("Regenerating", total=layout.size_to_read(), unit="bytes", left=left) as activity,
     ):
         done = regenerate(
-            layout,
-            which.ledgers,
-            scope_id=which.scope_id,
-            master_key=None if password is None else master_key(password),
-            metadata=metadata,
-            dry_run=run.dry_run,
+            layout, which.ledgers, scope_id=which.scope_id, master_key=key, metadata=metadata, dry_run=run.dry_run,
             progress=activity.advance,
-        )
+        )  # fmt: skip
     run.out.render(done.indexes, REGENERATED_COLUMNS)
     _report(run, done.findings)
     guessed = sum(row.fence_guessed for row in done.indexes)
@@ -264,11 +248,8 @@ def downgrade_bookie(run: Run, directories: Directories = ()) -> None:
     """
     from bkctl.repair.downgrade import config_of, downgrade
 
-    config = (
-        config_of(run.access.directories(directories))
-        if directories or run.access.conf is None
-        else run.access.config()
-    )
+    is_given = directories or run.access.conf is None
+    config = config_of(run.access.directories(directories)) if is_given else run.access.config()
     with run.job.working("Stopping the bookie cleanly"):
         rows = downgrade(config, dry_run=run.dry_run, note=run.out.note)
     run.out.render(rows, DOWNGRADED_COLUMNS)
@@ -322,7 +303,7 @@ def convert_index(
         where = ", ".join(map(str, layout.index_dirs))
         run.consent.confirm(f"The old index in {where} would be removed once the new one is verified")
     with (
-        _held(run, layout, dry_run=run.dry_run),
+        _held(run, layout),
         run.job.working("Converting", unit="entries", left="run the command again to continue") as activity,
     ):
         done = convert(layout, to.value, discard_old=discard_old, dry_run=run.dry_run, progress=activity.advance)
@@ -449,11 +430,8 @@ def init(
     if check or run.dry_run:
         problems = problems_of_init(config, bookie_id, run.cluster)
         run.out.render(problems, INIT_COLUMNS)
-        run.out.finish_with(
-            len(problems),
-            f"reason against creating bookie {bookie_id}",
-            f"reasons against creating bookie {bookie_id}",
-        )
+        against = f"against creating bookie {bookie_id}"
+        run.out.finish_with(len(problems), f"reason {against}", f"reasons {against}")
         return
     places = existing(configured_directories(config))
     with hold(places, note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:

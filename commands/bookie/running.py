@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
@@ -86,15 +86,10 @@ def _collector_columns(run: Run) -> Columns:
     return run.out.table_columns(COLLECTOR_TABLE_COLUMNS, COLLECTOR_COLUMNS)
 
 
-@command(
-    app,
-    "gc",
-    connects=True,
-    asks=True,
-    changes=None,
-    dry_run=True,
-    prints=rows_of(COLLECTOR_COLUMNS, table=COLLECTOR_TABLE_COLUMNS),
-)
+_COLLECTORS: Final = rows_of(COLLECTOR_COLUMNS, table=COLLECTOR_TABLE_COLUMNS)
+
+
+@command(app, "gc", connects=True, asks=True, changes=None, dry_run=True, prints=_COLLECTORS)
 def gc(
     run: Run,
     which: BookieServerOption,
@@ -499,6 +494,10 @@ def _number(metric: Metric) -> int | float | str:
     return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
 
 
+def _labels_text(labels: Mapping[str, str]) -> str:
+    return ", ".join(map("=".join, labels.items()))
+
+
 def _sample_id(metric: Metric) -> str:
     labels = ",".join(f'{name}="{value}"' for name, value in metric.labels.items())
     return f"{metric.name}{{{labels}}}" if labels else metric.name
@@ -506,14 +505,7 @@ def _sample_id(metric: Metric) -> str:
 
 METRIC_COLUMNS = Columns(
     Column("METRIC", "name", "name"),
-    Column(
-        "LABELS",
-        "labels",
-        "labels",
-        Kind.NESTED,
-        flexible=True,
-        text=lambda labels: ", ".join(map("=".join, labels.items())),
-    ),
+    Column("LABELS", "labels", "labels", Kind.NESTED, flexible=True, text=_labels_text),
     Column("VALUE", "value", _number, Kind.NESTED, text=str),
     Column("TYPE", "type", "type"),
     key=Column(None, "sample", _sample_id),

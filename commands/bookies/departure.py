@@ -379,11 +379,8 @@ def _show_together(run: Run, names: list[str], replica_count_min: int | None) ->
         found = StopSets(run.cluster, replica_count_min=replica_count_min).largest(names, racks)
     if names and not found:
         return False
-    run.out.render(
-        [PlainRow(bookie_id=name, rack=racks.get(name), given=name in names) for name in found],
-        TOGETHER_COLUMNS,
-        findings=True,
-    )
+    rows = (PlainRow(bookie_id=name, rack=racks.get(name), given=name in names) for name in found)
+    run.out.render(rows, TOGETHER_COLUMNS, findings=True)
     run.out.finish_with(not found, "finding: no bookie may stop now", "")
     left = sum(each.state == "rw" and each.bookie_id not in found for each in bookies)
     run.out.note(

@@ -167,14 +167,10 @@ RECOVERY_PLAN_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "recover",
-    asks=True,
-    undo=True,
-    dry_run=True,
-    prints=rows_of(LEDGER_COLUMNS, RECOVERY_PLAN_COLUMNS, table=LEDGER_TABLE_COLUMNS),
-)
+_RECOVERED: Final = rows_of(LEDGER_COLUMNS, RECOVERY_PLAN_COLUMNS, table=LEDGER_TABLE_COLUMNS)
+
+
+@command(app, "recover", asks=True, undo=True, dry_run=True, prints=_RECOVERED)
 def recover(
     run: Run,
     ledgers: ManyLedgers,

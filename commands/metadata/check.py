@@ -188,14 +188,10 @@ def replace_bookie_id(
         raise NotFound(f"No bookie {new} in {run.cluster.store.name}", hint="'bkctl bookies list' shows them")
     if not run.dry_run:
         run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {run.cluster.uri}")
+    left = "changed ledgers stay changed: run the command again to continue"
     with (
         run.recorded() as recorded,
-        run.job.working(
-            "Replacing",
-            unit="ledgers",
-            pace=pace,
-            left="changed ledgers stay changed: run the command again to continue",
-        ) as activity,
+        run.job.working("Replacing", unit="ledgers", pace=pace, left=left) as activity,
         run.out.rows(REPLACEMENT_COLUMNS) as writer,
     ):
         replaced = replace_bookie(

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
@@ -205,15 +205,10 @@ UNDO_FILE_COLUMNS = Columns(
 )
 
 
-@command(
-    app,
-    "undo",
-    asks=True,
-    changes=("file", "last"),
-    undo=True,
-    dry_run=True,
-    prints=rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS),
-)
+_UNDONE: Final = rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS)
+
+
+@command(app, "undo", asks=True, changes=("file", "last"), undo=True, dry_run=True, prints=_UNDONE)
 def undo_command(
     run: Run,
     file: Annotated[

@@ -247,14 +247,8 @@ def migrate_scope(
     with spark_job(run, spark, "migrate-scope", saves, COPY_COLUMNS) as session:
         from bkctl.spark.jobs.copying import migrate_scope as migrate
 
-        rows = migrate(
-            session,
-            options,
-            to_scope_id,
-            from_scope_id=which.scope_id,
-            ledgers=which.ledgers or (),
-            dry_run=run.dry_run,
-        )
+        ledgers, scope_id = which.ledgers or (), which.scope_id
+        rows = migrate(session, options, to_scope_id, from_scope_id=scope_id, ledgers=ledgers, dry_run=run.dry_run)
         _show_copies(run, rows, saves)
 
 
