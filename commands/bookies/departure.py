@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import aclosing, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -29,6 +28,7 @@ from .recover import (
     ledger_width,
     loss_text,
     progress_text,
+    repeating,
     run_within,
     shown_progress,
 )
@@ -123,32 +123,6 @@ class _StepPrinter:
         if self._watch_s is None or step.result not in (StepResult.MOVED, StepResult.GONE):
             self.print(step)
 
-    async def follow(self, steps: AsyncIterator[Step], progress: MoveProgress) -> None:
-        """Print each step when it ends, and the progress at intervals."""
-        import asyncio
-
-        async def step_after() -> Step | None:
-            return await anext(steps, None)
-
-        due = time.monotonic()
-        task = asyncio.create_task(step_after())
-        try:
-            while True:
-                left_s = None if self._watch_s is None else max(due - time.monotonic(), 0)
-                done, _ = await asyncio.wait([task], timeout=left_s)
-                if done:
-                    step = task.result()
-                    if step is None:
-                        return
-                    self.take(step)
-                    task = asyncio.create_task(step_after())
-                else:
-                    self.print(_moving(progress))
-                    due = time.monotonic() + (self._watch_s or 0)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
 
 def _depart(
     run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: PlainRow,
@@ -183,8 +157,10 @@ def _depart(
             async with run.access.bookkeeper(recorded) as bookkeeper:
                 departure = create(bookkeeper, bookie, plan, pace=pace, note=run.out.note)
                 progress = departure.mover.progress
-                async with shown_progress(activity, progress), aclosing(departure.run()) as found:
-                    await steps.follow(found, progress)
+                said = nullcontext() if watch_s is None else repeating(watch_s, lambda: steps.print(_moving(progress)))
+                async with shown_progress(activity, progress), aclosing(departure.run()) as found, said:
+                    async for step in found:
+                        steps.take(step)
 
         with run.job.working("Asking the bookies"):
             stays = run.job.ask(run.access.bookkeeper(run.cluster), look) or run.dry_run

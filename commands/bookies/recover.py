@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,10 +92,28 @@ def progress_text(progress: MoveProgress) -> str:
 
 
 @asynccontextmanager
-async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIterator[None]:
-    """Update the line of progress on the terminal while the work runs."""
+async def repeating(seconds: float, act: Callable[[], object]) -> AsyncIterator[None]:
+    """Call `act` at once, and again after each pause while the block runs. Raises its error at the end."""
     import asyncio
 
+    async def repeat() -> None:
+        while True:
+            act()
+            await asyncio.sleep(seconds)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        (error,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(error, Exception):
+            raise error
+
+
+@asynccontextmanager
+async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIterator[None]:
+    """Update the line of progress on the terminal while the work runs."""
     total = progress.plan.entry_count
     if total:  # Else all are open or empty, and are counted themselves.
         activity.unit = "entries"
@@ -107,17 +125,10 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
             activity.update(progress.ledger_count, len(progress.plan.ledgers))
         activity.remark = _speed_text(progress)
 
-    async def refresh() -> None:
-        while True:
-            update()
-            await asyncio.sleep(_REFRESH_S)
-
-    task = asyncio.create_task(refresh())
     try:
-        yield
+        async with repeating(_REFRESH_S, update):
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         update()
 
 
