@@ -1,6 +1,6 @@
 """`bkctl metadata`: the nodes and values of the metadata store."""
 
 from ..kit.command import group
-from . import check, nodes, stores
+from . import nodes, stores
 
-app = group(parts=(nodes.app, stores.app, check.app))
+app = group(parts=(nodes.app, stores.app))
