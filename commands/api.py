@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 app = group()
 console_app = group()
 
-
 BookieTokenFile = Annotated[
     Path | None, flag("--bookie-token-file FILE", "The token of the bookies' servers (else none).")
 ]
@@ -158,7 +157,6 @@ OWN_PATHS: Final = frozenset(("", "heartbeat", "metrics", "openapi.json"))
 PathArgument = Annotated[
     str, word("PATH", "The path, with or without /api/v1: bookie/state, /api/v1/bookie/state, /heartbeat.")
 ]
-
 
 #: A request that a dry run does not send.
 REQUEST_COLUMNS = Columns(

@@ -188,7 +188,6 @@ METRICS_WAIT_S: Final = 5.0
 #: Severity → the color of a finding's panel on a terminal.
 PANEL_STYLES: Final = {"error": "red", "warning": "yellow"}
 
-
 Code = Annotated[HealthCode, word("CODE", "The code of the findings.")]
 
 

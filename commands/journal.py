@@ -54,7 +54,6 @@ JournalNames = Annotated[
     word("JOURNAL", "Journals: decimal or 0x id, file name, path, or a directory (default: all of --dir or --conf)."),
 ]
 
-
 JOURNAL_COLUMNS = Columns(
     *with_hex("JOURNAL", "journalId", "file.id"),
     Column("VERSION", "version", "version", Kind.INTEGER),
@@ -180,7 +179,6 @@ STATE_STYLE = {
     "end of file": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
 }  # fmt: skip
 _SOUND = ("endOfFile", "zeros", "empty")
-
 
 VERIFY_COLUMNS = Columns(
     *with_hex("JOURNAL", "journalId", "journal_id"),

@@ -86,7 +86,6 @@ TOTAL_COLUMNS = Columns(
     key="name", none="No topics",
 )  # fmt: skip
 
-
 #: The group of topics in a row of `pulsar topics`.
 TopicsBy = StrEnum("TopicsBy", "TOPIC NAMESPACE TENANT")
 

@@ -98,7 +98,6 @@ PULSAR: Final = (
     Translation("delete-bookie-rack", "", "bookies racks unset", "-b is BOOKIE"),
 )
 
-
 #: Our commands, and first guesses for them, some by users of kubectl, ceph, etcdctl or df.
 _GUESSED: Final = {
     "metadata export -f FILE": "backup",

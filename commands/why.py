@@ -33,7 +33,6 @@ WHY_COLUMNS = Columns(
 
 Bookie = Annotated[str, word("BOOKIE", "The bookie.")]
 
-
 #: A question to the inquiry, asynchronous or not.
 Ask = Callable[["Inquiry"], "Awaitable[Explanation] | Explanation"]
 #: Explanations that a bundle holds.

@@ -35,7 +35,6 @@ app = group()
 index_app = group("Show, check and rebuild the ledger indexes of a bookie.")
 app.add_typer(index_app, name="index")
 
-
 STARTED_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
     Column("ADDRESS", "address", lambda bookie: "{}:{}".format(*bookie.address)),
@@ -165,7 +164,6 @@ GAP_COLUMNS = Columns(
     key="firstEntryId",
 )
 
-
 META_COLUMNS = Columns(
     Column("LEDGER", "ledger", "source.ledger", Kind.LEDGER),
     Column("FENCED", "fenced", "source.fenced", Kind.BOOLEAN),
@@ -266,7 +264,6 @@ FINDING_COLUMNS = Columns(
     next_column("bookie check", lambda row: row.kind.value, ledger=lambda row: row.ledger),
     key="ledger",
 )
-
 
 LedgersToCheck = Annotated[
     LedgersOrAll,

@@ -88,7 +88,6 @@ REBUILT_COLUMNS = Columns(
     key="file",
 )
 
-
 #: Notes on a rebuilt database, each with the count that it is about.
 _GUESSES: Final = (
     ("guessed_fences", "ledger was", "ledgers were", "{} fenced, since their state is unknown"),
@@ -273,7 +272,6 @@ CONVERTED_COLUMNS = Columns(
     ),
     key="directory",
 )
-
 
 #: The form of a bookie's index.
 IndexKind = StrEnum("IndexKind", "DB INTERLEAVED")

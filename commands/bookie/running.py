@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 app = group()
 
-
 _FULL_HINT: Final = (
     "if its disks are full, delete ledgers or add space; isForceGCAllowWhenNoSpace=true lets it compact on full disks, "
     "as far as the live entries of a log have room"
 )
-
 
 #: The compactions to suspend or resume.
 Compactions = StrEnum("Compactions", "MAJOR MINOR BOTH")

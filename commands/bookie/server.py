@@ -302,7 +302,6 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
 #: The states of a switch.
 Switch = StrEnum("Switch", "ON OFF")
 
-
 READ_ONLY_COLUMNS = Columns(
     BOOKIE, URL, Column("READ ONLY", "readOnly", "answer", Kind.BOOLEAN, style={"yes": YELLOW}), key="url"
 )

@@ -66,7 +66,6 @@ _RESULT_STYLE: Final = (
 _STEP_WIDTH: Final = len("auto-recovery")
 _LEDGER: Final = Column("LEDGER", "ledger", "ledger", Kind.LEDGER)
 
-
 #: The steps of a departure but for tables, which have one column for message and advice.
 STEP_COLUMNS = Columns(
     Column("STEP", "step", "kind"),
@@ -272,7 +271,6 @@ RISK_COLUMNS = Columns(
     Column("WHAT", "message", "message"),
     key="ledger",
 )  # fmt: skip
-
 
 #: Bookies of a set that may stop together; `given`: the user named it.
 TOGETHER_COLUMNS = Columns(

@@ -307,7 +307,6 @@ def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[PlainR
 #: The order of `bookies usage`.
 UsageOrder = StrEnum("UsageOrder", "BOOKIE USED FREE")
 
-
 USAGE_COLUMNS = Columns(
     *_BOOKIE,
     Column("TOTAL", "totalSpace", "total", Kind.SIZE),
@@ -317,7 +316,6 @@ USAGE_COLUMNS = Columns(
     Column("PROBLEM", "error", value_at("error.message")),
     key="bookieId",
 )
-
 
 _USAGE_KEYS: Final[dict[UsageOrder, Callable[[BookieSpace], Any]]] = {
     UsageOrder.BOOKIE: lambda _: 0,

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from bkctl.pace import Pace
     from bkctl.replication.fragments import LedgerFragment
 
-
 app = group()
 
 
@@ -71,7 +70,6 @@ SkipUnrecoverable = Annotated[
         "Report ledgers whose entries every other bookie answers to lack, without counting them as failures.",
     ),
 ]
-
 
 #: Between two looks at how far the work is.
 _REFRESH_S: Final = 0.2

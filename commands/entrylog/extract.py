@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
 app = group()
 
-
 #: The form that `extract` writes.
 ExtractFormat = StrEnum("ExtractFormat", "LOG NDJSON RAW")
-
 
 LedgerToExtract = Annotated[
     LedgerId,
@@ -45,7 +43,6 @@ LedgerToExtract = Annotated[
         scope_option("Ledger scope id of a bare ledger id."),
     ),
 ]
-
 
 GAPS_SHOWN_MAX = 1000
 #: Entries that are turned into text at once: entries may have megabytes.

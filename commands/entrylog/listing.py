@@ -57,10 +57,8 @@ LogNames = Annotated[
     ),
 ]
 
-
 #: The order of a list of logs.
 LogOrder = StrEnum("LogOrder", "ID SIZE GARBAGE AGE")
-
 
 SortOption = Annotated[
     str,
@@ -144,7 +142,6 @@ LOG_COLUMNS = Columns(
     file_column(lambda row: row.summary.file.path),
     key=Column("LOG", "logId", lambda row: log_key(row.summary.file.path)),
 )
-
 
 LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
     Column("REMAINING", "remainingSize", value_at("use.remaining_size_bytes"), Kind.SIZE),
@@ -367,7 +364,6 @@ def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
 #: Live ledgers of a log whose topics are named.
 TOPICS_MAX = 5
 STATE_STYLE = {"alive": GREEN, "dead": RED, "unknown": YELLOW}
-
 
 ACTIVE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger.ledger", Kind.LEDGER),

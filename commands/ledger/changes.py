@@ -152,7 +152,6 @@ def _loss(plan: RemovalPlan) -> str:
 #: Ledgers that the question names.
 _NAMED_MAX: Final = 5
 
-
 RECOVERY_PLAN_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("STATE", "state", "metadata.state.name", style=STATE_STYLE),
@@ -165,7 +164,6 @@ RECOVERY_PLAN_COLUMNS = Columns(
     Column("WHAT", "what", "effect"),
     key="ledger",
 )
-
 
 _RECOVERED: Final = rows_of(LEDGER_COLUMNS, RECOVERY_PLAN_COLUMNS, table=LEDGER_TABLE_COLUMNS)
 
@@ -291,7 +289,6 @@ def _note_verified(out: Printer, ledger: LedgerId, done: Verification) -> None:
 
 
 _ms = "{:,} ms".format
-
 
 TRIAL_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),

@@ -95,7 +95,6 @@ def list_columns(run: Run) -> Columns:
 #: The fields by which `ledger list` sums ledgers.
 SummedBy = StrEnum("SummedBy", "APPLICATION")
 
-
 #: Ledgers and scopes that are counted to say how many there are beside scope 0.
 OTHERS_COUNTED_MAX = 10_000
 
@@ -313,7 +312,6 @@ MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans
 SHOWN_COLUMNS = union(
     PLACE_COLUMNS, PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN, *PLACE_RACK_COLUMNS), ENTRY_PLACE_COLUMNS
 )
-
 
 #: The branches of the tree on a terminal: the ledger, its fragments.
 LEVELS: Final = (("ledger", "entryId"), ("firstEntryId", "lastEntryId"))

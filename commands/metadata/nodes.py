@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 app = group()
 
-
 LAYOUT_COLUMNS = Columns(
     Column("METADATA URI", "metadataUri", "uri"),
     Column("LAYOUT FORMAT", "layoutFormatVersion", "layout.format_version", Kind.INTEGER),
@@ -192,7 +191,6 @@ UNDONE_COLUMNS = Columns(
     key="path",
 )
 
-
 UNDO_FILE_COLUMNS = Columns(
     # Its name begins with the time.
     Column("FILE", "file", lambda row: str(row.path), text=lambda path: Path(path).name),
@@ -203,7 +201,6 @@ UNDO_FILE_COLUMNS = Columns(
     key="file",
     none="No undo files",
 )
-
 
 _UNDONE: Final = rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS)
 

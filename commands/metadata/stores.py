@@ -332,7 +332,6 @@ _WHERE = {
     "differs": "differs; --overwrite replaces it",
 }
 
-
 FINDING_COLUMNS = Columns(
     Column(
         "CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW}

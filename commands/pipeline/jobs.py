@@ -62,10 +62,8 @@ SIZE = Column("SIZE", "size", "size", Kind.SIZE)
 SUMS = (ENTRIES, SIZE)
 LOG = (*_integers(logId="LOG"), hex_column("logIdHex", "logIdHex"), Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN))
 
-
 #: The words of `inventory --by`, as in bkctl.spark.jobs.inventory, whose import would slow `--help` down.
 InventoryBy = StrEnum("InventoryBy", "BOOKIE ENTRYLOG SCOPE LEDGER APPLICATION")
-
 
 INVENTORY_COLUMNS = {
     InventoryBy.BOOKIE: Columns(
@@ -166,13 +164,10 @@ _PLOTS: Final[tuple[tuple[str, InventoryBy, Callable[[Any], str]], ...]] = (
     ("The largest ledgers", InventoryBy.LEDGER, _ledger_name),
 )
 
-
 _PROBLEM_STYLE = {"missing": RED, "damaged": RED, "misplaced": RED, "unreadable": RED, "notIndexed": YELLOW}
-
 
 #: The words of `integrity --by`.
 IntegrityBy = StrEnum("IntegrityBy", "ENTRY LEDGER BOOKIE LOG")
-
 
 _PROBLEM = Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE)
 _QUORUM = (*_integers(intactCount="INTACT", writeQuorumSize="OF"), Column("STATE", "ledgerState", "ledgerState"))
@@ -272,7 +267,6 @@ class IntegrityResult(JobResult):
 
 #: The words of `garbage --by`.
 GarbageBy = StrEnum("GarbageBy", "ENTRYLOG BOOKIE LEDGER")
-
 
 _USE = _sizes(totalSize="TOTAL", remainingSize="REMAINING", garbageSize="GARBAGE")
 GARBAGE_COLUMNS = {
@@ -383,7 +377,6 @@ def _log_text(row: Any) -> str:
 
 #: The words of `journal-audit --by`.
 AuditBy = StrEnum("AuditBy", "JOURNAL ENTRY LEDGER BOOKIE LOG")
-
 
 _STATES = (
     Column("LOGGED", "logged", "logged", style={"no": RED, "unknown": YELLOW}),
@@ -517,7 +510,6 @@ _GARBAGE: Final = {
     "garbageSize": "bkctl_report_garbage_bytes",
     "reclaimableSize": "bkctl_report_reclaimable_bytes",
 }
-
 
 REPORT_COLUMNS = Columns(
     Column("JOB", "job", itemgetter(0)),

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from bkctl.spark.engine import Frame
     from bkctl.spark.jobs.bookies import Bookies
 
-
 #: Rows of a result that are written to a Parquet file at once.
 ROW_GROUP_ROWS = 50_000
 
