@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import tee
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
 from bkctl.metadata.backends.sessions import Ephemerals
@@ -269,21 +269,23 @@ def check_size(path: str, value: bytes, owner: str = "the store") -> None:
         raise UsageError(f"{path}: a value of {len(value)} bytes is above {owner}'s {VALUE_SIZE_BYTES_MAX}")
 
 
-class Claim(ABC):
+class Claim(NamedTuple):
     """A node that `MetadataStore.claim` created, and that ends with our session; a lost claim never becomes ours again.
 
-    `path` is its path.
+    `path` is its path, `mark` what tells the store our node from a later one there.
     """
 
+    store: MetadataStore
     path: str
+    mark: Any
 
-    @abstractmethod
     def is_held(self) -> bool:
         """Return whether the node that we created still exists. Raises Unreachable: unknown."""
+        return self.store.held_many([self])[0]
 
-    @abstractmethod
     def release(self) -> None:
         """Delete the node that we created, but no later node at its path. Raises Unreachable."""
+        self.store.release_many([self])
 
 
 class Closing(ABC):
@@ -454,14 +456,13 @@ class MetadataStore(Closing):
         """`claim` each path; AlreadyExists, or another error, comes in its place. Raises only Unreachable."""
         return map_each(lambda path: self.claim(path, value), paths)
 
+    @abstractmethod
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
         """Return `is_held` of each claim. Raises Unreachable."""
-        return [value_of(found) for found in map_each(lambda claim: claim.is_held(), claims)]
 
+    @abstractmethod
     def release_many(self, claims: Sequence[Claim]) -> None:
         """`release` each claim. Raises Unreachable: some may be left then."""
-        for found in map_each(lambda claim: claim.release(), claims):
-            value_of(found)
 
     @abstractmethod
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
@@ -485,6 +486,22 @@ def map_each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]
 
     with ThreadPoolExecutor(min(len(items), _CONCURRENCY), thread_name_prefix="change-many") as executor:
         return list(executor.map(lambda item: attempt(call, item), items))
+
+
+def chunks(
+    items: Iterable[T], count_max: int, size: Callable[[T], int] = lambda _: 0, size_max: int = 0
+) -> Iterator[list[T]]:
+    """Cut the items into lists of up to `count_max`, whose sizes add up to `size_max` at most where more than one."""
+    chunk: list[T] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if chunk and (len(chunk) == count_max or total > size_max):
+            yield chunk
+            chunk, total = [], size(item)
+        chunk.append(item)
+    if chunk:
+        yield chunk
 
 
 def attempt(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | BkctlError:

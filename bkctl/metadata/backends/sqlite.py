@@ -334,7 +334,16 @@ class SqliteStore(_SqliteFile, MetadataStore):
             change = _next_change(connection)
             _insert(connection, path, value, self._session, change)
         self._start_thread()
-        return _SqliteClaim(self, path, change)
+        return Claim(self, path, change)  # no other node has this change
+
+    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
+        return [self._node("changed", claim.path) == (claim.mark,) for claim in claims]
+
+    def release_many(self, claims: Sequence[Claim]) -> None:
+        with self._transaction() as connection:
+            for claim in claims:
+                if _row(connection, "changed", claim.path) == (claim.mark,):
+                    _remove(connection, claim.path, _next_change(connection))
 
     @contextlib.contextmanager
     def _session_transaction(self) -> Iterator[sqlite3.Connection]:
@@ -439,23 +448,6 @@ class SqliteStore(_SqliteFile, MetadataStore):
             self._connection.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1)
-
-
-class _SqliteClaim(Claim):
-    """A node created by the change number `change`, which no other node has."""
-
-    def __init__(self, store: SqliteStore, path: str, change: int) -> None:
-        self.path = path
-        self._store = store
-        self._change = change
-
-    def is_held(self) -> bool:
-        return bool(self._store._node("changed", self.path) == (self._change,))
-
-    def release(self) -> None:
-        with self._store._transaction() as connection:
-            if _row(connection, "changed", self.path) == (self._change,):
-                _remove(connection, self.path, _next_change(connection))
 
 
 @lru_cache(maxsize=1024)  # A change asks several times for the parent of one path.

@@ -25,7 +25,7 @@ from bkctl.metadata.backends.etcd.etcd_connection import (
     status_of,
 )
 
-_RESTORE_PAUSE_S: Final = 0.5
+RESTORE_PAUSE_S: Final = 0.5
 
 
 class _Watch(NamedTuple):
@@ -141,7 +141,7 @@ class EtcdWatches:
             if client is not None:
                 connection.fail_over(client)
             opened += 1
-            connection.closed.wait(min(RETRY_PAUSE_S * opened, _RESTORE_PAUSE_S))
+            connection.closed.wait(min(RETRY_PAUSE_S * opened, RESTORE_PAUSE_S))
 
     def _open(self, client: Any, requests: queue.SimpleQueue[Any]) -> None:
         metadata = (*self._connection.metadata(client, self._connection.timeout_s), *REQUIRE_LEADER)
@@ -207,7 +207,7 @@ class EtcdWatches:
         """Call the callbacks of watches that changed, one at a time (thread `metadata-store-events`)."""
         failed: set[int] = set()
         while not self._connection.closed.is_set():
-            for watch_id in sorted(self._changed(_RESTORE_PAUSE_S if failed else None) | failed):
+            for watch_id in sorted(self._changed(RESTORE_PAUSE_S if failed else None) | failed):
                 failed.discard(watch_id)
                 watch = self._watches.get(watch_id)
                 if watch is None or self._connection.closed.is_set():

@@ -1,14 +1,11 @@
-"""Requests to etcd and their answers: operations, comparisons, pages of a listing, and nodes as keys."""
+"""Requests to etcd and their answers: operations, comparisons, and pages of a listing."""
 
 from __future__ import annotations
 
-import time
 from typing import Any, Final
 
-from bkctl.errors import AlreadyExists, NotFound
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.etcd_connection import EtcdConnection
-from bkctl.metadata.store import NO_CLUSTER_HINT, RACKS, MetadataStore, Versioned, full_path
+from bkctl.metadata.store import Versioned
 
 
 def get_key(key: bytes, **options: Any) -> Any:
@@ -105,75 +102,3 @@ class PageRange:
 
     def _number(self, key: bytes) -> int:
         return int.from_bytes(key[len(self.prefix) :][:_DIGITS].ljust(_DIGITS, b"\0"), "big")
-
-
-class EtcdNodes(MetadataStore):
-    """The nodes of a store below the key `root`."""
-
-    def __init__(self, connection: EtcdConnection, root: str) -> None:
-        self.name = f"{root} of etcd at {connection.address}"
-        #: The key of the cluster's root.
-        self.root = root
-        self._connection = connection
-
-    def _key(self, path: str) -> bytes:
-        """Return the key of the node at `path`."""
-        return full_path(self.root, path).encode()
-
-    def _parent_keys(self, path: str) -> list[bytes]:
-        """Return the keys of the node's parents, from the root down."""
-        parts = path.split("/")[:-1] if path not in ("", RACKS) else []
-        return [self._key("/".join(parts[:count])) for count in range(len(parts) + 1)] if path else []
-
-    def _read(self, key: bytes, **options: Any) -> Any:
-        """Return the key with its value, None for a missing key."""
-        answer, _ = self._connection.transact((), [get_key(key, **options)])
-        return first_key(answer.responses[0])
-
-    def _create(self, path: str, value: bytes, lease_id: int = 0, *, repeated: bool = False) -> int:
-        """Create the node, together with its missing parents; return its version. Raises AlreadyExists, LeaseLost.
-
-        `repeated`: an earlier request of the caller may have created it.
-        """
-        key, parents = self._key(path), self._parent_keys(path)
-        deadline = time.monotonic() + self._connection.timeout_s
-        missing: list[bytes] = []
-        while True:
-            present = [parent for parent in parents if parent not in missing]
-            answer, sent_twice = self._connection.transact(
-                [*map(is_absent, (key, *missing)), *map(is_present, present[-1:])],
-                [*(put_key(parent, b"") for parent in missing), put_key(key, value, lease=lease_id)],
-                [get_key(key), *(get_key(parent, count_only=True) for parent in parents)],
-            )
-            repeated = repeated or sent_twice
-            if answer.succeeded:
-                return int(answer.header.revision)
-            found = first_key(answer.responses[0])
-            if found is not None:
-                if repeated and (found.value, found.lease, found.version) == (value, lease_id, 1):
-                    return int(found.mod_revision)
-                raise AlreadyExists(f"{path or self.root} exists in {self.name}")
-            counts = [response.response_range.count for response in answer.responses[1:]]
-            missing = [parent for parent, count in zip(parents, counts, strict=True) if not count]
-            if missing and missing[0] == parents[0]:
-                raise NotFound(f"No BookKeeper cluster in {self.name}", hint=NO_CLUSTER_HINT)
-            if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
-                raise self._connection.timed_out()
-
-    def _first_change_after(self, found: Any, revision: int) -> Any:
-        """Return the key as its first change after `revision` left it, None where that change was a delete.
-
-        `found` is the key as a later change left it. Raises RevisionCompacted when etcd no longer keeps a revision
-        between the two.
-        """
-        before, after = revision, found
-        upper = int(found.mod_revision)
-        while upper - before > 1:
-            middle = (before + upper) // 2
-            there = self._read(found.key, revision=middle)
-            if there is not None and there.mod_revision == revision:
-                before = middle
-            else:
-                after = there
-                upper = middle if there is None else int(there.mod_revision)
-        return after

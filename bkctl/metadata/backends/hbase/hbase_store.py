@@ -99,10 +99,10 @@ class HBaseStore(ZooKeeperStore):
             else:
                 yield from super().get_many(group)
 
-    def put(self, path: str, value: bytes, expected: int | None) -> int:
+    def put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
         """See MetadataStore.put. `ledgers` itself is created with its table; a ledger needs it: NotFound else."""
         if not _is_row(path):
-            return super().put(path, value, expected)
+            return super().put(path, value, expected, repeated=repeated)
         check_size(path, value)
         ledger = _ledger(path)
         if ledger is None:
