@@ -145,8 +145,7 @@ class Inquiry:
             why.fact(f"It is marked: {', '.join(mark.missing_replicas) or 'no bookie'}", "metadata: its mark")
             if failure is not None:
                 why.fact(
-                    f"Worker {failure.worker}, attempt {failure.attempts}: {failure.reason}",
-                    "its published failure",
+                    f"Worker {failure.worker}, attempt {failure.attempts}: {failure.reason}", "its published failure"
                 )
             elif reason := why_not_replicated(
                 mark, found, self.bookies.values(), is_enabled=state.settings.is_enabled()

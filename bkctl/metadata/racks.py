@@ -15,15 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import (
-    BkctlError,
-    Conflict,
-    Corrupt,
-    MetadataVersionConflict,
-    NotFound,
-    Unauthorized,
-    UsageError,
-)
+from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unauthorized, UsageError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import NEW, RACKS, MetadataStore

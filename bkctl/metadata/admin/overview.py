@@ -333,10 +333,7 @@ class BookieLedgers(NamedTuple):
 
 
 def count_ledgers_of_bookies(
-    cluster: Cluster,
-    limit: int | None,
-    *,
-    progress: Callable[[int], None] = lambda _: None,
+    cluster: Cluster, limit: int | None, *, progress: Callable[[int], None] = lambda _: None
 ) -> Counter[str] | None:
     """Count the ledgers of every scope on each bookie; None if there are more than `limit` ledgers.
 

@@ -24,7 +24,6 @@ from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import (
     NEW,
-    NO_CLUSTER_HINT,
     NO_SECURITY,
     VALUE_SIZE_BYTES_MAX,
     MetadataStore,
@@ -77,7 +76,7 @@ class HBaseStore(ZooKeeperStore):
         super().__init__(hosts, f"/bkctl/{prefix}/ledgers", security=security, **times)
         self.name = f"{prefix} of HBase at {hosts}"
         self._table = HBaseTable(self._connection, znode, f"{prefix}_{LEDGERS}")
-        self._rows = Rows(self._table, self._executor)
+        self._rows = Rows(self._table, self._executor, self.name)
 
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get. Raises NotFound for a ledger where HBase has no table."""
@@ -86,8 +85,7 @@ class HBaseStore(ZooKeeperStore):
         ledger = _ledger(path)
         if ledger is None:
             return Versioned(b"", 0, None) if path == LEDGERS and self._rows.table.exists() else None
-        with self._missing_table():
-            return value_of(_versioned(self._rows.get([ledger])[0]))
+        return value_of(_versioned(self._rows.get([ledger])[0]))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many. Raises as `get`."""
@@ -117,8 +115,7 @@ class HBaseStore(ZooKeeperStore):
                 found = self.get(path)
                 version = NEW if found is None else found.version
             try:
-                with self._row_errors(path):
-                    return change(version)
+                return change(version)
             except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
                 if expected is not None or (version == NEW and isinstance(error, NotFound)):
                     raise
@@ -147,14 +144,9 @@ class HBaseStore(ZooKeeperStore):
 
     def _put_rows(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         try:
-            with self._missing_table():
-                found = self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
-        except NotFound as error:
+            return self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
+        except NotFound as error:  # of the table
             return [error] * len(nodes)
-        return [
-            self._named(path, each) if isinstance(each, BkctlError) else each
-            for (path, _, _), each in zip(nodes, found, strict=True)
-        ]
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for ledgers, which HBase cannot write together."""
@@ -178,35 +170,6 @@ class HBaseStore(ZooKeeperStore):
         if found:
             raise Conflict(f"{path} has children in {self.name}")
         self._rows.table.drop()
-
-    @contextlib.contextmanager
-    def _missing_table(self) -> Iterator[None]:
-        """Raise NotFound for a missing table: taken for an empty one, it would have bookies delete every ledger."""
-        try:
-            yield
-        except TableMissing as error:
-            raise NotFound(
-                f"No table {self._rows.table.name} in HBase at {self.hosts}", hint=f"restore it, or {NO_CLUSTER_HINT}"
-            ) from error
-
-    @contextlib.contextmanager
-    def _row_errors(self, path: str) -> Iterator[None]:
-        """Say which node an error of a row is about."""
-        with self._missing_table():
-            try:
-                yield
-            except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
-                raise self._named(path, error) from error
-
-    def _named(self, path: str, error: BkctlError) -> BkctlError:
-        """Return the error of a row as one of the node at `path`."""
-        if isinstance(error, AlreadyExists):
-            return AlreadyExists(f"{path} exists in {self.name}")
-        if isinstance(error, MetadataVersionConflict):
-            return MetadataVersionConflict(
-                f"{path} changed meanwhile: {error.message}", may_be_applied=error.may_be_applied
-            )
-        return NotFound(f"No {path} in {self.name}") if isinstance(error, NotFound) else error
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         if not _is_row(path):
@@ -245,29 +208,24 @@ class HBaseStore(ZooKeeperStore):
 
         Raises NotFound without a table.
         """
-        with self._missing_table():
-            yield from self._rows.ledgers(first, last)
+        return self._rows.ledgers(first, last)
 
     def rows(self, ledgers: Iterable[int]) -> Iterator[Versioned[bytes] | BkctlError | None]:
         """`get` the ledgers with these 128-bit numbers in the order given; Corrupt comes in place of a malformed row.
 
         Raises NotFound without a table.
         """
-        with self._missing_table():
-            yield from map(_versioned, self._rows.get_many(ledgers))
+        return map(_versioned, self._rows.get_many(ledgers))
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: an atomic increment."""
-        with self._missing_table():
-            return self._rows.next_number(check_path(path))
+        return self._rows.next_number(check_path(path))
 
     def sequence_position(self, path: str) -> int:
-        with self._missing_table():
-            return self._rows.position(check_path(path))
+        return self._rows.position(check_path(path))
 
     def advance_sequence(self, path: str, position: int) -> bool:
-        with self._missing_table():
-            self._rows.advance(check_path(path), position)
+        self._rows.advance(check_path(path), position)
         return True
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:

@@ -5,6 +5,7 @@ Source: ClientMetaTableAccessor, ZKConnectionRegistry, ConnectionUtils, HMaster.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from bisect import bisect_right
@@ -26,6 +27,7 @@ from bkctl.metadata.backends.hbase.rpc import (
     Retries,
     Rpc,
 )
+from bkctl.metadata.store import NO_CLUSTER_HINT
 
 if TYPE_CHECKING:
     from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
@@ -53,8 +55,11 @@ _PASSING: Final = frozenset(
 )
 
 
-class TableMissing(Exception):
-    """The table does not exist."""
+class TableMissing(NotFound):
+    """The table does not exist: taken for an empty one, it would have bookies delete every ledger."""
+
+    def __init__(self, table: HBaseTable) -> None:
+        super().__init__(f"No table {table.name} in {table.where}", hint=f"restore it, or {NO_CLUSTER_HINT}")
 
 
 class RegionLost(Exception):
@@ -83,6 +88,8 @@ class HBaseTable:
         self.name = name
         namespace = namespace if colon else "default"
         self._table_name = pb.TableName(namespace=namespace.encode(), qualifier=qualifier.encode())
+        #: The HBase, for messages.
+        self.where = f"HBase at {zookeeper.hosts}"
         self._zookeeper = zookeeper
         self._znode = znode
         self._rpc = Rpc()
@@ -122,26 +129,26 @@ class HBaseTable:
                 problem.__cause__ = error
             except CallRefused as error:
                 if error.kind == "TableNotFoundException":
-                    raise TableMissing from error
+                    raise TableMissing(self) from error
                 if error.is_final and error.kind not in _PASSING:
                     self._refuse(error)
                 repeated, problem = True, error
             self.forget()
             if self._rpc.is_closed:
-                raise Unreachable(f"The connection to HBase at {self._zookeeper.hosts} is closed") from problem
+                raise Unreachable(f"The connection to {self.where} is closed") from problem
             if not retries.pause():
                 raise self._timed_out(problem) from problem
 
     def _timed_out(self, problem: Exception) -> TimedOut:
-        return TimedOut(f"HBase at {self._zookeeper.hosts} did not answer within {self.timeout_s:g} s: {problem}")
+        return TimedOut(f"{self.where} did not answer within {self.timeout_s:g} s: {problem}")
 
     def _refuse(self, error: CallRefused) -> NoReturn:
         if error.kind == "AccessDeniedException":
             raise Unauthorized(
-                f"HBase at {self._zookeeper.hosts} refuses access to table {self.name}",
+                f"{self.where} refuses access to table {self.name}",
                 hint="bkctl gives HBase the name of its system user, without Kerberos",
             ) from error
-        raise BkctlError(f"HBase at {self._zookeeper.hosts} refused a request to table {self.name}: {error}") from error
+        raise BkctlError(f"{self.where} refused a request to table {self.name}: {error}") from error
 
     def call(self, server: RegionServer, method: str, request: Message, answer: type[M], retries: Retries) -> M:
         """Return a region server's answer. Raises CallLost, CallRefused."""
@@ -204,7 +211,7 @@ class HBaseTable:
                 raise CallLost(f"{meta} gave rows that were not asked for")
             scan.start_row = last + b"\0"
         if not is_known:
-            raise TableMissing
+            raise TableMissing(self)
         if not found:
             raise RegionLost(f"no region of table {self.name} is assigned")
         return found
@@ -266,11 +273,9 @@ class HBaseTable:
     def drop(self) -> None:
         """Remove the table with all its rows; do nothing without one."""
         request = pb.TableRequest(table_name=self._table_name)
-        try:
+        with contextlib.suppress(TableMissing):
             self._run_procedure("DisableTable", request, "TableNotEnabledException")
             self._run_procedure("DeleteTable", request, "TableNotFoundException")
-        except TableMissing:
-            pass
         self.forget()
 
     def _run_procedure(self, method: str, request: Message, done: str) -> bool:
@@ -299,7 +304,7 @@ class HBaseTable:
         question = pb.GetProcedureResultRequest(proc_id=procedure.proc_id)
         while (result := call("getProcedureResult", question, pb.GetProcedureResultResponse)).state == result.RUNNING:
             if not retries.pause():
-                raise TimedOut(f"HBase at {self._zookeeper.hosts} did not end {method} within {self.timeout_s:g} s")
+                raise TimedOut(f"{self.where} did not end {method} within {self.timeout_s:g} s")
         if not result.HasField("state"):
             raise self._incomplete(method)
         if result.HasField("exception"):
@@ -307,13 +312,14 @@ class HBaseTable:
             if problem.class_name.endswith(done):
                 return False
             raise BkctlError(
-                f"HBase at {self._zookeeper.hosts} failed {method} of table {self.name}: "
-                f"{problem.class_name}: {problem.message}"[:REFUSAL_LENGTH_MAX]
+                f"{self.where} failed {method} of table {self.name}: {problem.class_name}: {problem.message}"[
+                    :REFUSAL_LENGTH_MAX
+                ]
             )
         return True
 
     def _incomplete(self, method: str) -> BkctlError:
         return BkctlError(
-            f"HBase at {self._zookeeper.hosts} answered {method} of table {self.name} without the procedure's state",
+            f"{self.where} answered {method} of table {self.name} without the procedure's state",
             hint="look for the table in HBase's shell, and try again",
         )
