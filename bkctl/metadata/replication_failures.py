@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 
 from bkctl.ids import LedgerId
 from bkctl.metadata.store import MetadataStore, delete_if_present
-from bkctl.metadata.underreplication import DEFAULT_NODE, SCOPED_NODE, base_path, lock_path, mark_path
+from bkctl.metadata.underreplication import base_path, ledgers_in, lock_path, mark_path
 
 REASON_CHARACTERS_MAX: Final = 1000
+_NAME: Final = "bkctlFailures"
 
 
 class ReplicationFailure(NamedTuple):
@@ -51,7 +52,7 @@ class ReplicationFailures:
 
     def list(self, scope_id: int | None = None) -> Iterator[ReplicationFailure]:
         """Yield the failures of a scope's marked ledgers (None: of all) by ledger id, without unreadable ones."""
-        wanted = sorted(ledger for ledger in self._ledgers() if scope_id in (None, ledger.scope_id))
+        wanted = sorted(ledger for ledger, _ in ledgers_in(self._store, _NAME) if scope_id in (None, ledger.scope_id))
         values = self._store.get_many(map(_path, wanted))
         marks = self._store.get_many(map(mark_path, wanted))
         for ledger, found, mark in zip(wanted, values, marks, strict=True):
@@ -61,16 +62,10 @@ class ReplicationFailures:
 
     def prune(self) -> None:
         """Remove the failures of ledgers that are not marked any more: a worker of Apache's replicated them."""
-        ledgers = list(self._ledgers())
+        ledgers = [ledger for ledger, _ in ledgers_in(self._store, _NAME)]
         for ledger, mark in zip(ledgers, self._store.get_many(map(mark_path, ledgers)), strict=True):
             if mark is None:
                 self.remove(ledger)
-
-    def _ledgers(self) -> Iterator[LedgerId]:
-        for scoped, pattern, radix in ((False, DEFAULT_NODE, 10), (True, SCOPED_NODE, 16)):
-            for name in self._store.children(f"{base_path(scoped)}/bkctlFailures") or ():
-                if match := pattern.fullmatch(name):
-                    yield LedgerId.from_value(int(match[1], radix))
 
     def get(self, ledger: LedgerId) -> ReplicationFailure | None:
         """Return the ledger's failure, None without one."""
@@ -90,4 +85,4 @@ def _parse(ledger: LedgerId, value: bytes) -> ReplicationFailure | None:
 
 
 def _path(ledger: LedgerId) -> str:
-    return f"{base_path(ledger.is_scoped)}/bkctlFailures/{lock_path(ledger).rpartition('/')[2]}"
+    return f"{base_path(ledger.is_scoped)}/{_NAME}/{lock_path(ledger).rpartition('/')[2]}"

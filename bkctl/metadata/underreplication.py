@@ -58,7 +58,10 @@ _LAYOUT: Final = f"{UNDERREPLICATION}/LAYOUT"
 
 
 class UnderreplicationLayout:
-    """The nodes below `underreplication` in one store: their version, and their creation before the first write."""
+    """The nodes below `underreplication` in one store: their version, and their creation before the first write.
+
+    Methods of its parts raise Unreachable, as `MetadataStore`.
+    """
 
     def __init__(self, store: MetadataStore) -> None:
         self.store = store
@@ -93,14 +96,6 @@ class UnderreplicationLayout:
         for path in (f"{UNDERREPLICATION}/ledgers", f"{UNDERREPLICATION}/locks"):
             create_if_missing(self.store, path, b"")
         self._prepared = True
-
-
-class _Part:
-    """A part of one cluster's auto-recovery. Methods raise Unreachable, as `MetadataStore`."""
-
-    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        self.store = store
-        self._layout = layout or UnderreplicationLayout(store)
 
 
 def base_path(scoped: bool) -> str:
@@ -140,24 +135,24 @@ class LedgerLock(NamedTuple):
     ctime_ms: int | None
 
 
-class LedgerLocks(_Part):
+class LedgerLocks(UnderreplicationLayout):
     """The locks of one cluster, in all scopes."""
 
-    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        super().__init__(store, layout)
+    def __init__(self, store: MetadataStore) -> None:
+        super().__init__(store)
         self._claims: dict[LedgerId, Claim] = {}
         self._claims_lock = threading.Lock()
 
     def list(self, scope_id: int | None = None) -> Iterator[LedgerLock]:
         """Yield the locks of the scope's ledgers (None: of any scope), by ascending ledger id."""
-        places = sorted(self._places(scope_id))
+        places = sorted(place for place in ledgers_in(self.store, "locks") if scope_id in (None, place[0].scope_id))
         for (ledger, _), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
             if found is not None:
                 yield LedgerLock(ledger, _owner(found), found.ctime_ms)
 
     def ledgers(self) -> set[LedgerId]:
         """Return the ids of all locked ledgers of all scopes, without their owners."""
-        return {ledger for ledger, _ in self._places(None)}
+        return {ledger for ledger, _ in ledgers_in(self.store, "locks")}
 
     def get(self, ledger: LedgerId) -> LedgerLock | None:
         """Return the lock of the ledger, None for an unlocked ledger."""
@@ -176,26 +171,23 @@ class LedgerLocks(_Part):
         """`lock` each ledger on its own; a ledger that fails has its error in its place. Raises only Unreachable."""
         from bkctl.formats.data_formats_pb2 import LockDataFormat
 
-        self._layout.prepare()
+        self.prepare()
         value = print_text(LockDataFormat(bookieId=owner)).encode("ascii")
         claimed = self.store.claim_many([lock_path(ledger) for ledger in ledgers], value)
         results: list[Claim | BkctlError] = []
         for ledger, found in zip(ledgers, claimed, strict=True):
             if isinstance(found, AlreadyExists):
-                results.append(self._conflict(ledger, found))
+                present = self.get(ledger)
+                by = f" by {present.owner}" if present is not None and present.owner else ""
+                conflict = Conflict(f"Ledger {ledger} is being replicated{by}")
+                conflict.__cause__ = found
+                results.append(conflict)
                 continue
             if not isinstance(found, BkctlError):
                 with self._claims_lock:
                     self._claims[ledger] = found
             results.append(found)
         return results
-
-    def _conflict(self, ledger: LedgerId, cause: AlreadyExists) -> Conflict:
-        present = self.get(ledger)
-        by = f" by {present.owner}" if present is not None and present.owner else ""
-        conflict = Conflict(f"Ledger {ledger} is being replicated{by}")
-        conflict.__cause__ = cause
-        return conflict
 
     def unlock(self, ledger: LedgerId) -> None:
         """Release the lock that this object took, unless it was lost since, or taken by another worker.
@@ -218,17 +210,6 @@ class LedgerLocks(_Part):
                 if self._claims.get(ledger) is claim:
                     del self._claims[ledger]
 
-    def _places(self, scope_id: int | None) -> Iterator[tuple[LedgerId, str]]:
-        for base, pattern, radix in (
-            (f"{UNDERREPLICATION}/locks", DEFAULT_NODE, 10),
-            (f"{SCOPED}/locks", SCOPED_NODE, 16),
-        ):
-            for name in self.store.children(base) or ():
-                if match := pattern.fullmatch(name):
-                    ledger = LedgerId.from_value(int(match[1], radix))
-                    if scope_id is None or ledger.scope_id == scope_id:
-                        yield ledger, f"{base}/{name}"
-
 
 def _owner(found: Versioned[bytes]) -> str | None:
     try:
@@ -240,8 +221,17 @@ def _owner(found: Versioned[bytes]) -> str | None:
 
 _HEX_4: Final = re.compile("[0-9a-f]{4}", re.ASCII)
 #: Names of marks, and of locks.
-DEFAULT_NODE: Final = re.compile("urL([0-9]{10,19})", re.ASCII)
-SCOPED_NODE: Final = re.compile("urL([0-9a-f]{32})", re.ASCII)
+_DEFAULT_NODE: Final = re.compile("urL([0-9]{10,19})", re.ASCII)
+_SCOPED_NODE: Final = re.compile("urL([0-9a-f]{32})", re.ASCII)
+
+
+def ledgers_in(store: MetadataStore, directory: str) -> Iterator[tuple[LedgerId, str]]:
+    """Yield the ledgers that have a node in a flat directory beside the marks, of all scopes, and the node's path."""
+    for scoped, pattern, radix in ((False, _DEFAULT_NODE, 10), (True, _SCOPED_NODE, 16)):
+        base = f"{base_path(scoped)}/{directory}"
+        for name in store.children(base) or ():
+            if match := pattern.fullmatch(name):
+                yield LedgerId.from_value(int(match[1], radix)), f"{base}/{name}"
 
 
 class UnderreplicatedLedger(NamedTuple):
@@ -268,7 +258,7 @@ class MarkChange(NamedTuple):
     changed: bool
 
 
-class LedgerMarks(_Part):
+class LedgerMarks(UnderreplicationLayout):
     """The marks of one cluster, in all scopes."""
 
     def list(self, scope_id: int | None = 0) -> Iterator[tuple[LedgerId, UnderreplicatedLedger | BkctlError]]:
@@ -277,7 +267,7 @@ class LedgerMarks(_Part):
         A damaged mark is yielded as its error. Marks written or removed during the iteration may be included.
         Raises Unsupported for a later layout.
         """
-        self._layout.check()
+        self.check()
         places, asked = tee(self._places(scope_id))
         for (path, ledger), found in zip(places, self.store.get_many(path for path, _ in asked), strict=True):
             if found is not None:
@@ -341,7 +331,7 @@ class LedgerMarks(_Part):
         for bookie_id in missing_replicas:
             check_bookie_id(bookie_id)
         if not dry_run:
-            self._layout.prepare()
+            self.prepare()
         path = mark_path(ledger)
         ctime_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         while True:
@@ -390,7 +380,7 @@ class LedgerMarks(_Part):
         """Yield the path and ledger of each mark, by ascending ledger id."""
         if scope_id in (None, 0):
             for directory, _, names in walk_levels(self.store, f"{UNDERREPLICATION}/ledgers", (_HEX_4,) * 4):
-                numbers = [(int(match[1]), name) for name in names if (match := DEFAULT_NODE.fullmatch(name))]
+                numbers = [(int(match[1]), name) for name in names if (match := _DEFAULT_NODE.fullmatch(name))]
                 for number, name in sorted(numbers):
                     if number <= I64_MAX:
                         yield f"{directory}/{name}", LedgerId(0, number)
@@ -399,7 +389,7 @@ class LedgerMarks(_Part):
         first = "" if scope_id is None else f"{scope_id:016x}"
         for directory, _, names in walk_levels(self.store, f"{SCOPED}/ledgers", (_HEX_4,) * 8, first):
             for name in names:
-                if match := SCOPED_NODE.fullmatch(name):
+                if match := _SCOPED_NODE.fullmatch(name):
                     ledger = LedgerId.from_value(int(match[1], 16))
                     if scope_id is not None and ledger.scope_id != scope_id:
                         return
@@ -431,7 +421,7 @@ class AuditorCheck(Enum):
     REPLICAS = "replicascheckctime"
 
 
-class AutoRecoverySettings(_Part):
+class AutoRecoverySettings(UnderreplicationLayout):
     """The settings of one cluster's auto-recovery."""
 
     def is_enabled(self) -> bool:
@@ -440,7 +430,7 @@ class AutoRecoverySettings(_Part):
 
     def disable(self) -> None:
         """Switch auto-recovery off. Raises AlreadyExists when it is off."""
-        self._layout.prepare()
+        self.prepare()
         if not create_if_missing(self.store, DISABLE, b""):
             raise AlreadyExists("Auto-recovery is disabled already")
 
@@ -465,12 +455,12 @@ class AutoRecoverySettings(_Part):
         """Store the delay, 0 too: the write alone makes auditors start an audit. Raises UsageError."""
         if not 0 <= seconds <= _DELAY_S_MAX:
             raise UsageError(f"A recovery delay of {seconds} s is not between 0 and {_DELAY_S_MAX}")
-        self._layout.prepare()
+        self.prepare()
         self.store.put(_DELAY, b"%d" % seconds, None)
 
     def initialize_lost_bookie_recovery_delay_s(self, seconds: int) -> int:
         """Store the delay where none is stored; return the stored one. Source: initializeLostBookieRecoveryDelay."""
-        self._layout.prepare()
+        self.prepare()
         create_if_missing(self.store, _DELAY, b"%d" % seconds)
         return self.lost_bookie_recovery_delay_s() or 0
 
@@ -504,7 +494,7 @@ class AutoRecoverySettings(_Part):
         """
         from bkctl.formats.data_formats_pb2 import CheckClockFormat
 
-        self._layout.prepare()
+        self.prepare()
         value = CheckClockFormat(ctime=ctime_ms).SerializeToString()
         self.store.put(f"{base_path(scoped)}/{check.value}", value, None)
 
@@ -512,7 +502,7 @@ class AutoRecoverySettings(_Part):
 _VOTE: Final = re.compile("V_(-?[0-9]{9,10})", re.ASCII)
 
 
-class AuditorElection(_Part):
+class AuditorElection(UnderreplicationLayout):
     """The elections of one cluster: one for scope 0, shared with Apache's auditors; with `scoped` ours for the rest."""
 
     def votes(self, *, scoped: bool = False) -> tuple[str | BkctlError, ...]:
@@ -539,10 +529,9 @@ class AuditorElection(_Part):
 
     def vote(self, bookie_id: str, *, scoped: bool = False) -> Claim:
         """Cast a vote for `bookie_id`, which counts until its release or the session's end. Source: createMyVote."""
-        self._layout.prepare()
-        election = _election_path(scoped)
-        create_if_missing(self.store, election, b"")
-        return self.store.claim(f"{election}/V_", _vote_value(bookie_id), numbered=True)
+        self.prepare()
+        create_if_missing(self.store, _election_path(scoped), b"")
+        return self.store.claim(f"{_election_path(scoped)}/V_", _vote_value(bookie_id), numbered=True)
 
     def vote_paths(self, *, scoped: bool = False) -> tuple[str, ...]:
         """Return the paths of the votes in their order: the owner of the first one is the auditor."""
@@ -572,17 +561,14 @@ def _election_path(scoped: bool) -> str:
 
 
 class AutoRecoveryState:
-    """Marks, locks, settings and elections of one cluster; the parts share one check of the layout.
+    """Marks, locks, settings and elections of one cluster.
 
     Source: LedgerUnderreplicationManager, one interface for all of them.
     """
 
     def __init__(self, store: MetadataStore) -> None:
-        layout = UnderreplicationLayout(store)
-        self.marks = LedgerMarks(store, layout)
-        self.locks = LedgerLocks(store, layout)
-        self.settings = AutoRecoverySettings(store, layout)
-        self.election = AuditorElection(store, layout)
+        self.marks, self.locks = LedgerMarks(store), LedgerLocks(store)
+        self.settings, self.election = AutoRecoverySettings(store), AuditorElection(store)
 
     def why_not_audited(self) -> str | None:
         """Return in words that no auditor looks for lost replicas, and since when at the latest; None while one does.
