@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import tee
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
-from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound, Unreachable, UsageError
 from bkctl.metadata.backends.sessions import Ephemerals
 
 if TYPE_CHECKING:
@@ -519,6 +519,22 @@ def value_of(found: R | BkctlError) -> R:
     if isinstance(found, BkctlError):
         raise found
     return found
+
+
+@contextlib.contextmanager
+def renamed_errors(
+    missing: str | None = None, changed: str | None = None, exists: str | None = None, *, hint: str | None = None
+) -> Iterator[None]:
+    """Raise the store's NotFound, MetadataVersionConflict and AlreadyExists with these messages; None: as they are."""
+    try:
+        yield
+    except (NotFound, MetadataVersionConflict, AlreadyExists) as error:
+        if isinstance(error, MetadataVersionConflict) and changed is not None:
+            raise MetadataVersionConflict(changed, hint=hint, may_be_applied=error.may_be_applied) from error
+        kind, message = (NotFound, missing) if isinstance(error, NotFound) else (AlreadyExists, exists)
+        if message is None or isinstance(error, MetadataVersionConflict):
+            raise
+        raise kind(message, hint=hint) from error
 
 
 def create_if_missing(store: MetadataStore, path: str, value: bytes) -> bool:

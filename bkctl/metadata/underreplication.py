@@ -44,6 +44,7 @@ from bkctl.metadata.store import (
     attempt,
     create_if_missing,
     delete_if_present,
+    renamed_errors,
     value_of,
     walk_levels,
     watch_all,
@@ -357,14 +358,9 @@ class LedgerMarks(UnderreplicationLayout):
         stays.
         """
         path = mark_path(ledger)
-        try:
+        missing, changed = "is not marked underreplicated", "was marked underreplicated again meanwhile"
+        with renamed_errors(f"Ledger {ledger} {missing}", f"Ledger {ledger} {changed}"):
             self.store.delete(path, version, prune=8 if ledger.is_scoped else 4)
-        except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(
-                f"Ledger {ledger} was marked underreplicated again meanwhile", may_be_applied=error.may_be_applied
-            ) from error
-        except NotFound as error:
-            raise NotFound(f"Ledger {ledger} is not marked underreplicated") from error
 
     def watch_work(self, callback: Callable[[], None], *, scoped: bool) -> Callable[[], None]:
         """Call `callback()` when workers on scope 0, or with `scoped` on the other scopes, may have new work.
