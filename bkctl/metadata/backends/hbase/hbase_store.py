@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import U64_MAX, LedgerId
-from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
+from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
 from bkctl.metadata.backends.sessions import PolledWatch, PolledWatches
 from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
@@ -68,15 +68,13 @@ class HBaseStore(ZooKeeperStore):
                 hint="leave TLS out where the network is trusted",
             )
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hbase")
-        self._table: HBaseTable | None = None
         self._watched = PolledWatches(self._versions)
         self._watch_lock = threading.Lock()
         self._watch_thread: threading.Thread | None = None
         self._stop = threading.Event()
         super().__init__(hosts, f"/bkctl/{prefix}/ledgers", security=security, **times)
         self.name = f"{prefix} of HBase at {hosts}"
-        self._table = HBaseTable(self._connection, znode, f"{prefix}_{LEDGERS}")
-        self._rows = Rows(self._table, self._executor, self.name)
+        self._rows = Rows(self._connection, znode, f"{prefix}_{LEDGERS}", self._executor, self.name)
 
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get. Raises NotFound for a ledger where HBase has no table."""
@@ -84,7 +82,7 @@ class HBaseStore(ZooKeeperStore):
             return super().get(path)
         ledger = _ledger(path)
         if ledger is None:
-            return Versioned(b"", 0, None) if path == LEDGERS and self._rows.table.exists() else None
+            return Versioned(b"", 0, None) if path == LEDGERS and self._rows.exists() else None
         return value_of(_versioned(self._rows.get([ledger])[0]))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
@@ -124,7 +122,7 @@ class HBaseStore(ZooKeeperStore):
         if path != LEDGERS or expected not in (NEW, None):
             raise UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
         if not self._rows.create_table() and expected == NEW:
-            raise AlreadyExists(f"Table {self._rows.table.name} exists in HBase at {self.hosts}")
+            raise AlreadyExists(f"Table {self._rows.name} exists in HBase at {self.hosts}")
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
@@ -169,20 +167,20 @@ class HBaseStore(ZooKeeperStore):
             raise NotFound(f"No {path} in {self.name}")
         if found:
             raise Conflict(f"{path} has children in {self.name}")
-        self._rows.table.drop()
+        self._rows.drop()
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         if not _is_row(path):
             names = super().children(path)
             if names is None:
                 return None
-            if path == "" and self._rows.table.exists():
+            if path == "" and self._rows.exists():
                 names = sorted([*names, LEDGERS])
             return [name for name in names if name > after][:limit]
         if path != LEDGERS:
             return None if self.get(path) is None else []
         if limit == 0:
-            return [] if self._rows.table.exists() else None
+            return [] if self._rows.exists() else None
         page_size = _PAGE_SIZE_MIN if limit is None else max(min(limit // 8, 1000), _PAGE_SIZE_MIN)
         try:
             found = self._rows.ledgers(_first_from(after), page_size=page_size)
@@ -253,8 +251,8 @@ class HBaseStore(ZooKeeperStore):
 
     def close(self) -> None:
         self._stop.set()
-        if self._table is not None:
-            self._table.close()
+        if hasattr(self, "_rows"):  # else the connection failed
+            self._rows.close()
         super().close()
         self._executor.shutdown(wait=False)
 

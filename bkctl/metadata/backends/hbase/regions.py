@@ -10,7 +10,7 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from kazoo.exceptions import NoNodeError
@@ -154,6 +154,13 @@ class HBaseTable:
         """Return a region server's answer. Raises CallLost, CallRefused."""
         return self._rpc.call(server, CLIENT_SERVICE, method, request, answer, retries.remaining_s)
 
+    def scan(
+        self, server: RegionServer, region: pb.RegionSpecifier, count: int, retries: Retries, **options: Any
+    ) -> pb.ScanResponse:
+        """Return up to `count` rows of a region; the scanner is closed then. Raises CallLost, CallRefused."""
+        request = pb.ScanRequest(region=region, scan=pb.Scan(**options), number_of_rows=count, close_scanner=True)
+        return self.call(server, "Scan", request, pb.ScanResponse, retries)
+
     def forget(self) -> None:
         """Look the regions up again at the next use."""
         with self._lock:
@@ -177,17 +184,13 @@ class HBaseTable:
     def _read_regions(self, retries: Retries) -> list[Region]:
         name = self.name.removeprefix("default:").encode()
         meta = self._server_in("meta-region-server", retries)
-        scan = pb.Scan(
-            start_row=name + b",,",
-            stop_row=name + b" ,,",
-            caching=_META_PAGE_SIZE,
-            column=[pb.Column(family=b"info", qualifier=[b"regioninfo", b"server"])],
-        )
+        start, end = name + b",,", name + b" ,,"
+        columns = [pb.Column(family=b"info", qualifier=[b"regioninfo", b"server"])]
         is_known = False
         found: list[Region] = []
         while True:
-            request = pb.ScanRequest(region=_META_REGION, scan=scan, number_of_rows=_META_PAGE_SIZE, close_scanner=True)
-            page = self.call(meta, "Scan", request, pb.ScanResponse, retries)
+            options = {"start_row": start, "stop_row": end, "caching": _META_PAGE_SIZE, "column": columns}
+            page = self.scan(meta, _META_REGION, _META_PAGE_SIZE, retries, **options)
             for result in page.results:
                 values = {cell.qualifier: cell.value for cell in result.cell}
                 info = values.get(b"regioninfo", b"")
@@ -207,9 +210,9 @@ class HBaseTable:
             if len(page.results) < _META_PAGE_SIZE:
                 break
             last = page.results[-1].cell[0].row
-            if last < scan.start_row:
+            if last < start:
                 raise CallLost(f"{meta} gave rows that were not asked for")
-            scan.start_row = last + b"\0"
+            start = last + b"\0"
         if not is_known:
             raise TableMissing(self)
         if not found:

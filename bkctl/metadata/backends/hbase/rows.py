@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from itertools import islice
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, MetadataVersionConflict, NotFound, TimedOut
 from bkctl.ids import I64_MAX, U64_MAX
@@ -29,6 +29,9 @@ from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
 from bkctl.metadata.backends.hbase.rpc import CallLost, CallRefused, RegionServer, Retries
 from bkctl.metadata.ledgers import LEDGERS
 from bkctl.metadata.store import NEW, attempt, chunks, value_of
+
+if TYPE_CHECKING:
+    from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
 
 T = TypeVar("T")
 
@@ -100,18 +103,19 @@ class _Change(NamedTuple):
     repeated: bool
 
 
-class Rows:
-    """The rows of one table. `executor` has threads for requests beside the caller's, `name` is the store's.
+class Rows(HBaseTable):
+    """The rows of the table `name`. `executor` has threads for requests beside the caller's; `store` names the store.
 
     Errors name a ledger by the node of the store that it is.
     """
 
-    def __init__(self, table: HBaseTable, executor: Executor, name: str = "HBase") -> None:
-        self.table, self._executor, self._name = table, executor, name
+    def __init__(self, zookeeper: ZooKeeperConnection, znode: str, name: str, executor: Executor, store: str) -> None:
+        super().__init__(zookeeper, znode, name)
+        self._executor, self._store = executor, store
 
     def create_table(self) -> bool:
         """Create the table, a region for each bucket; return False if it exists."""
-        return self.table.create(FAMILY, [bytes((bucket,)) for bucket in range(1, BUCKETS)])
+        return self.create(FAMILY, [bytes((bucket,)) for bucket in range(1, BUCKETS)])
 
     # reads
 
@@ -136,7 +140,7 @@ class Rows:
                     if region not in actions:
                         actions[region] = request.regionAction.add(region=region.specifier)
                     actions[region].action.add(index=at, get=pb.Get(row=keys[at]))
-                answer = self.table.call(server, "Multi", request, pb.MultiResponse, retries)
+                answer = self.call(server, "Multi", request, pb.MultiResponse, retries)
                 for result in answer.regionActionResult:
                     if result.HasField("exception"):
                         problem = _refusal(result.exception)
@@ -146,17 +150,17 @@ class Rows:
                         elif each.index in pending:
                             found[each.index] = attempt(parse, each.result)
             if left := len(keys) - len(found):
-                raise problem or RegionLost(f"table {self.table.name}: {left} rows were not answered")
+                raise problem or RegionLost(f"table {self.name}: {left} rows were not answered")
 
         if keys:
-            self.table.attempt(work)
+            self.attempt(work)
         return [found[at] for at in range(len(keys))]
 
     def _by_server(self, keys: Mapping[int, bytes], retries: Retries) -> dict[RegionServer, list[tuple[int, Region]]]:
         """Return the places of rows, each with its region, by the server that has it."""
         found: dict[RegionServer, list[tuple[int, Region]]] = defaultdict(list)
         for at, key in keys.items():
-            region = self.table.region(key, retries)
+            region = self.region(key, retries)
             found[region.server].append((at, region))
         return found
 
@@ -202,20 +206,14 @@ class Rows:
     def _page(self, bucket: int, first: int, last: int, count: int) -> tuple[list[int], bool]:
         """Return up to `count` ledgers of the bucket from `first` on, and whether no more follow; [] only with True."""
         start, end = bytes((bucket,)) + first.to_bytes(16), bytes((bucket,)) + last.to_bytes(16)
+        columns = [pb.Column(family=FAMILY, qualifier=[_VERSION])]
 
         def work(retries: Retries, _: bool) -> tuple[list[int], bool]:
             row = start
             while True:
-                region = self.table.region(row, retries)
-                scan = pb.Scan(
-                    start_row=row,
-                    stop_row=end,
-                    include_stop_row=True,
-                    caching=count,
-                    column=[pb.Column(family=FAMILY, qualifier=[_VERSION])],
-                )
-                request = pb.ScanRequest(region=region.specifier, scan=scan, number_of_rows=count, close_scanner=True)
-                answer = self.table.call(region.server, "Scan", request, pb.ScanResponse, retries)
+                region = self.region(row, retries)
+                options = {"start_row": row, "stop_row": end, "include_stop_row": True, "caching": count}
+                answer = self.scan(region.server, region.specifier, count, retries, **options, column=columns)
                 rows = [result.cell[0].row for result in answer.results if result.cell]
                 if rows and not (row <= rows[0] and rows[-1] <= end and rows == sorted(rows)):
                     raise CallLost(f"{region.server} gave rows that were not asked for")
@@ -228,7 +226,7 @@ class Rows:
                     return found, is_done or found[-1] == last
                 row = rows[-1] + b"\0" if rows else region.end
 
-        return self.table.attempt(work)
+        return self.attempt(work)
 
     # changes
 
@@ -268,9 +266,9 @@ class Rows:
         if processed:
             return write.version  # and another client has changed it since
         if write.expected == NEW:
-            return AlreadyExists(f"{node_path(write.ledger)} exists in {self._name}")
+            return AlreadyExists(f"{node_path(write.ledger)} exists in {self._store}")
         if found is None:
-            return NotFound(f"No {node_path(write.ledger)} in {self._name}")
+            return NotFound(f"No {node_path(write.ledger)} in {self._store}")
         # Each version is above the one before: ours was not between `expected` and a lower one.
         is_unsure = repeated and found.version > write.version
         problem = f"version {found.version}, expected {write.expected}"
@@ -296,7 +294,7 @@ class Rows:
         if processed or (found is None and repeated):
             return
         if found is None:
-            raise NotFound(f"No {node_path(ledger)} in {self._name}")
+            raise NotFound(f"No {node_path(ledger)} in {self._store}")
         raise self._conflict(ledger, f"version {found.version}, expected {expected}", may_be_applied=repeated)
 
     def _change(self, changes: Sequence[tuple[pb.MutationProto, int]]) -> list[_Change | Corrupt]:
@@ -318,7 +316,7 @@ class Rows:
                     change.action.add(index=0, mutation=mutation)
                     read = request.regionAction.add(region=region.specifier)
                     read.action.add(index=0, get=pb.Get(row=mutation.row))
-                answer = self.table.call(server, "Multi", request, pb.MultiResponse, retries)
+                answer = self.call(server, "Multi", request, pb.MultiResponse, retries)
                 if len(answer.regionActionResult) != 2 * len(places):
                     raise RegionLost(f"{server} answered part of a request")
                 results = iter(answer.regionActionResult)
@@ -335,7 +333,7 @@ class Rows:
             if problem is not None:
                 raise problem
 
-        self.table.attempt(work)
+        self.attempt(work)
         return [done[at] for at in range(len(changes))]
 
     def _hidden_by(self, key: bytes, version: int) -> int | None:
@@ -346,16 +344,10 @@ class Rows:
         """
 
         def work(retries: Retries, _: bool) -> int | None:
-            region = self.table.region(key, retries)
-            scan = pb.Scan(
-                start_row=key,
-                stop_row=key,
-                include_stop_row=True,
-                max_versions=I64_MAX >> 32,
-                attribute=[pb.NameBytesPair(name="_raw_", value=b"\xff")],
-            )
-            request = pb.ScanRequest(region=region.specifier, scan=scan, number_of_rows=1, close_scanner=True)
-            answer = self.table.call(region.server, "Scan", request, pb.ScanResponse, retries)
+            region = self.region(key, retries)
+            raw = {"max_versions": I64_MAX >> 32, "attribute": [pb.NameBytesPair(name="_raw_", value=b"\xff")]}
+            row = {"start_row": key, "stop_row": key, "include_stop_row": True}
+            answer = self.scan(region.server, region.specifier, 1, retries, **row, **raw)
             deletions = [
                 cell.timestamp for result in answer.results for cell in result.cell if cell.cell_type == _DELETE_FAMILY
             ]
@@ -364,7 +356,7 @@ class Rows:
                 raise Corrupt(f"Row {key.hex()} is deleted for good, by a deletion at {latest} ms since 1970")
             return latest if latest >= version else None
 
-        return self.table.attempt(work)
+        return self.attempt(work)
 
     def next_number(self, name: str) -> int:
         """Return the counter's value, 0 at first, and count on; a number whose answer is lost is passed over."""
@@ -380,11 +372,11 @@ class Rows:
         """Apply a counter's mutation where the condition holds; return the `result` of the answer."""
 
         def work(retries: Retries, _: bool) -> T:
-            region = self.table.region(mutation.row, retries)
+            region = self.region(mutation.row, retries)
             request = pb.MutateRequest(region=region.specifier, mutation=mutation, condition=condition)
-            return result(self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries))
+            return result(self.call(region.server, "Mutate", request, pb.MutateResponse, retries))
 
-        return self.table.attempt(work)
+        return self.attempt(work)
 
     def position(self, name: str) -> int:
         """Return the number that `next_number` gives next."""
@@ -397,10 +389,10 @@ class Rows:
         retries: Retries | None = None
         while (found := self.position(name)) < position:
             if retries is None:
-                retries = Retries(self.table.timeout_s)
+                retries = Retries(self.timeout_s)
             elif not retries.pause():
                 raise TimedOut(
-                    f"HBase left counter {name} of table {self.table.name} at {found} for {self.table.timeout_s:g} s, "
+                    f"HBase left counter {name} of table {self.name} at {found} for {self.timeout_s:g} s, "
                     f"below {position}"
                 )
             mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT)
