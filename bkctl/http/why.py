@@ -27,9 +27,8 @@ from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import BookieVitals, full_bookies, vitals_findings, without_moved
 from bkctl.metadata.admin.health import read_only_finding
 from bkctl.metadata.pulsar_topics import owner_text
-from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.store import attempt
-from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
+from bkctl.metadata.underreplication import AutoRecoveryState, ReplicationFailures, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerChecker
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
     underreplication/LAYOUT                                            type and version of the nodes below
     underreplication/ledgers/<id: 4 hex>/<4>/<4>/<4>/urL<10+ digits>   marks; the value names the missing replicas
     underreplication/locks/urL<10+ digits>                             ephemeral: a worker replicates this ledger
+    underreplication/bkctlFailures/urL<10+ digits>                     failed attempts of our workers, as JSON
     underreplication/auditorelection/V_<sequence>                      ephemeral: a vote; the lowest one is the auditor
     underreplication/disable, lostBookieRecoveryDelay, …ctime          settings and clocks, for every scope
     underreplication/scopes/ledgers/<32 hex as 4/4/…>/urL<32 hex>      marks of the scopes ≠ 0, and beside them
@@ -14,6 +15,7 @@ Every byte in scope 0 is Apache's. Source: ZkLedgerUnderreplicationManager, ZkLe
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -146,14 +148,14 @@ class LedgerLocks(UnderreplicationLayout):
 
     def list(self, scope_id: int | None = None) -> Iterator[LedgerLock]:
         """Yield the locks of the scope's ledgers (None: of any scope), by ascending ledger id."""
-        places = sorted(place for place in ledgers_in(self.store, "locks") if scope_id in (None, place[0].scope_id))
+        places = _ledgers_in(self.store, "locks", scope_id)
         for (ledger, _), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
             if found is not None:
                 yield LedgerLock(ledger, _owner(found), found.ctime_ms)
 
     def ledgers(self) -> set[LedgerId]:
         """Return the ids of all locked ledgers of all scopes, without their owners."""
-        return {ledger for ledger, _ in ledgers_in(self.store, "locks")}
+        return {ledger for ledger, _ in _ledgers_in(self.store, "locks")}
 
     def get(self, ledger: LedgerId) -> LedgerLock | None:
         """Return the lock of the ledger, None for an unlocked ledger."""
@@ -226,13 +228,14 @@ _DEFAULT_NODE: Final = re.compile("urL([0-9]{10,19})", re.ASCII)
 _SCOPED_NODE: Final = re.compile("urL([0-9a-f]{32})", re.ASCII)
 
 
-def ledgers_in(store: MetadataStore, directory: str) -> Iterator[tuple[LedgerId, str]]:
-    """Yield the ledgers that have a node in a flat directory beside the marks, of all scopes, and the node's path."""
+def _ledgers_in(store: MetadataStore, directory: str, scope_id: int | None = None) -> list[tuple[LedgerId, str]]:
+    """Return the ledgers (of a scope) that have a node in a flat directory beside the marks, with the node's path."""
+    found: list[tuple[LedgerId, str]] = []
     for scoped, pattern, radix in ((False, _DEFAULT_NODE, 10), (True, _SCOPED_NODE, 16)):
         base = f"{base_path(scoped)}/{directory}"
-        for name in store.children(base) or ():
-            if match := pattern.fullmatch(name):
-                yield LedgerId.from_value(int(match[1], radix)), f"{base}/{name}"
+        matches = map(pattern.fullmatch, store.children(base) or ())
+        found += [(LedgerId.from_value(int(match[1], radix)), f"{base}/{match[0]}") for match in matches if match]
+    return sorted(each for each in found if scope_id in (None, each[0].scope_id))
 
 
 class UnderreplicatedLedger(NamedTuple):
@@ -402,6 +405,83 @@ def parse_mark(ledger: LedgerId, found: Versioned[bytes], where: str = "Mark") -
     replicas = Counter(message.replica)
     suspects = tuple(bookie_id for bookie_id, count in replicas.items() if count > 1)
     return UnderreplicatedLedger(ledger, tuple(replicas), ctime_ms, found.version, suspects)
+
+
+REASON_CHARACTERS_MAX: Final = 1000
+_FAILURES: Final = "bkctlFailures"
+
+
+class ReplicationFailure(NamedTuple):
+    """The last failure of a ledger, the number of attempts, and the worker; times in ms since 1970."""
+
+    ledger: LedgerId
+    attempts: int
+    reason: str
+    worker: str
+    at_ms: int
+    retry_at_ms: int | None
+
+
+class ReplicationFailures:
+    """The published failures of one cluster: one node a ledger, as JSON. Methods raise Unreachable, as `MetadataStore`.
+
+    Apache's processes read only the nodes that they know there, and remove the tree with the cluster.
+    """
+
+    def __init__(self, store: MetadataStore) -> None:
+        self._store = store
+
+    def publish(self, failure: ReplicationFailure) -> None:
+        """Store the failure in place of the ledger's former one."""
+        document = {
+            "attempts": failure.attempts,
+            "reason": failure.reason[:REASON_CHARACTERS_MAX],
+            "worker": failure.worker,
+            "time": failure.at_ms,
+            "retryAt": failure.retry_at_ms,
+        }
+        self._store.put(_failure_path(failure.ledger), json.dumps(document).encode(), None)
+
+    def remove(self, ledger: LedgerId) -> None:
+        """Remove the failure of a ledger that is replicated, if there is one."""
+        delete_if_present(self._store, _failure_path(ledger))
+
+    def list(self, scope_id: int | None = None) -> Iterator[ReplicationFailure]:
+        """Yield the failures of a scope's marked ledgers (None: of all) by ledger id, without unreadable ones."""
+        wanted = [ledger for ledger, _ in _ledgers_in(self._store, _FAILURES, scope_id)]
+        values = self._store.get_many(map(_failure_path, wanted))
+        marks = self._store.get_many(map(mark_path, wanted))
+        for ledger, found, mark in zip(wanted, values, marks, strict=True):
+            failure = None if found is None or mark is None else _parse_failure(ledger, found.value)
+            if failure is not None:
+                yield failure
+
+    def prune(self) -> None:
+        """Remove the failures of ledgers that are not marked any more: a worker of Apache's replicated them."""
+        ledgers = [ledger for ledger, _ in _ledgers_in(self._store, _FAILURES)]
+        for ledger, mark in zip(ledgers, self._store.get_many(map(mark_path, ledgers)), strict=True):
+            if mark is None:
+                self.remove(ledger)
+
+    def get(self, ledger: LedgerId) -> ReplicationFailure | None:
+        """Return the ledger's failure, None without one."""
+        found = self._store.get(_failure_path(ledger))
+        return None if found is None else _parse_failure(ledger, found.value)
+
+
+def _parse_failure(ledger: LedgerId, value: bytes) -> ReplicationFailure | None:
+    try:
+        each = json.loads(value)
+        retry_at_ms = None if each["retryAt"] is None else int(each["retryAt"])
+        return ReplicationFailure(
+            ledger, int(each["attempts"]), str(each["reason"]), str(each["worker"]), int(each["time"]), retry_at_ms
+        )
+    except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _failure_path(ledger: LedgerId) -> str:
+    return f"{base_path(ledger.is_scoped)}/{_FAILURES}/{lock_path(ledger).rpartition('/')[2]}"
 
 
 _DELAY: Final = f"{UNDERREPLICATION}/lostBookieRecoveryDelay"

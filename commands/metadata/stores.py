@@ -23,9 +23,8 @@ from ..kit.options import DryRun, RecordPace, UndoOption, file_argument, flag
 from ..kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump.export_file import DumpHeader, DumpSource
     from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
-    from bkctl.metadata.admin.dump.sources import ClusterSource
+    from bkctl.metadata.admin.dump.sources import ClusterSource, DumpHeader, DumpSource
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
 
@@ -132,8 +131,8 @@ def import_(
 
     $ bkctl metadata import cluster.ndjson --dry-run
     """
-    from bkctl.metadata.admin.dump.export_file import ExportFile
     from bkctl.metadata.admin.dump.importing import ImportSummary, prepare_target
+    from bkctl.metadata.admin.dump.sources import ExportFile
     from bkctl.metadata.uri import parse_uri
 
     with _import_file(path) as kept, ExportFile(kept) as source:

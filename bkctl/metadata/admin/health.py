@@ -16,9 +16,14 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.pulsar_topics import with_topics
-from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.store import NEW, attempt, create_if_missing, delete_if_present
-from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, AuditorElection, AutoRecoveryState
+from bkctl.metadata.underreplication import (
+    UNDERREPLICATION,
+    AuditorCheck,
+    AuditorElection,
+    AutoRecoveryState,
+    ReplicationFailures,
+)
 
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"

@@ -34,8 +34,14 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.metadata.backends.processes import may_live, process_identity, process_start
-from bkctl.metadata.backends.sessions import Ephemerals, PolledWatch, PolledWatches
+from bkctl.metadata.backends.sessions import (
+    Ephemerals,
+    PolledWatch,
+    PolledWatches,
+    may_live,
+    process_identity,
+    process_start,
+)
 from bkctl.metadata.store import NEW, RACKS, Claim, MetadataStore, Versioned, attempt, check_path, check_size
 
 HEARTBEAT_MS: Final = 2_000

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound
 from bkctl.formats.metadata import LedgerLayout
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
-from bkctl.metadata.admin.dump.export_file import DumpHeader, DumpRecord, DumpSource
+from bkctl.metadata.admin.dump.sources import DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.cluster import COOKIES, Cluster, init_cluster, new_layout
 from bkctl.metadata.ledgers import SCOPES
 from bkctl.metadata.store import NEW, Versioned
