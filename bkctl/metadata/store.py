@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -110,14 +111,19 @@ def client_tls(
     return context
 
 
-def refusals(hosts: Iterable[tuple[str, int]], connect: Callable[[str, int], socket.socket]) -> str:
-    """Return the reasons why no host accepts connections; "" when one accepts, or may: it did not answer in time."""
+def refusals(
+    hosts: Iterable[tuple[str, int]], deadline: float, connect: Callable[[tuple[str, int], float], socket.socket]
+) -> str:
+    """Return the reasons why no host accepts connections; "" when one accepts, or may: it did not answer in time.
+
+    `connect` gets an address and seconds; the `deadline` is of the monotonic clock.
+    """
     import socket
 
     reasons = []
     for host, port in hosts:
         try:
-            connect(host, port).close()
+            connect((host.strip("[]"), port), max(deadline - time.monotonic(), 0.01)).close()
         except TimeoutError:
             return ""
         except socket.gaierror:

@@ -249,10 +249,7 @@ class EtcdConnection(StoreConnection):
                 hint="check the TLS files, and whether the server speaks TLS",
             )
 
-        def connect(host: str, port: int) -> socket.socket:
-            return socket.create_connection((host.strip("[]"), port), max(deadline - time.monotonic(), 0.01))
-
-        if reasons := refusals(self.hosts, connect):
+        if reasons := refusals(self.hosts, deadline, socket.create_connection):
             raise Unreachable(f"No etcd at {self.address}: {reasons}", hint="check the metadata URI")
 
     def timed_out(self, details: str = "") -> TimedOut:

@@ -79,7 +79,11 @@ class EtcdWatches:
                 self._request(watch_id, watch)
 
         def cancel() -> None:
-            self._cancel(watch_id)
+            with self._lock:
+                if self._watches.pop(watch_id, None) is not None:
+                    for number, known_id in self._watch_ids.items():
+                        if known_id == watch_id:
+                            self._cancel_on_server(number)
 
         self._wanted.set()
         self._connection.start_thread("watch", self._keep_stream)
@@ -94,13 +98,6 @@ class EtcdWatches:
                 )
             raise self._connection.timed_out()
         return cancel
-
-    def _cancel(self, watch_id: int) -> None:
-        with self._lock:
-            if self._watches.pop(watch_id, None) is not None:
-                for number, known_id in self._watch_ids.items():
-                    if known_id == watch_id:
-                        self._cancel_on_server(number)
 
     def _cancel_on_server(self, number: int) -> None:
         if self._requests is not None:
@@ -164,19 +161,17 @@ class EtcdWatches:
 
     def _handle(self, answer: Any) -> None:
         """Handle one answer of the stream. The caller holds the lock."""
-        number = answer.watch_id
         if answer.created:
             self._handle_created(answer)
-        elif answer.canceled:
-            watch_id = self._watch_ids.pop(number, 0)
-            watch = self._watches.get(watch_id)
+            return
+        watch_id = self._watch_ids.get(answer.watch_id, 0)
+        watch = self._watches.get(watch_id)
+        if answer.canceled:
+            self._watch_ids.pop(answer.watch_id, None)
             if watch is not None:  # The server cancelled it.
                 self._request(watch_id, watch)
-        else:
-            watch_id = self._watch_ids.get(number, 0)
-            watch = self._watches.get(watch_id)
-            if watch is not None and any(watch.concerns(event) for event in answer.events):
-                self._events.put(watch_id)
+        elif watch is not None and any(watch.concerns(event) for event in answer.events):
+            self._events.put(watch_id)
 
     def _handle_created(self, answer: Any) -> None:
         watch_id = self._pending.popleft()
@@ -207,7 +202,12 @@ class EtcdWatches:
         """Call the callbacks of watches that changed, one at a time (thread `metadata-store-events`)."""
         failed: set[int] = set()
         while not self._connection.closed.is_set():
-            for watch_id in sorted(self._changed(RESTORE_PAUSE_S if failed else None) | failed):
+            changed: set[int | None] = set()
+            with contextlib.suppress(queue.Empty):
+                changed.add(self._events.get(timeout=RESTORE_PAUSE_S if failed else None))
+                while True:
+                    changed.add(self._events.get_nowait())
+            for watch_id in sorted({each for each in changed if each is not None} | failed):
                 failed.discard(watch_id)
                 watch = self._watches.get(watch_id)
                 if watch is None or self._connection.closed.is_set():
@@ -216,15 +216,6 @@ class EtcdWatches:
                     watch.callback()
                 except BkctlError:
                     failed.add(watch_id)
-
-    def _changed(self, timeout_s: float | None) -> set[int]:
-        """Wait for events; return the watches that they concern."""
-        changed: set[int | None] = set()
-        with contextlib.suppress(queue.Empty):
-            changed.add(self._events.get(timeout=timeout_s))
-            while True:
-                changed.add(self._events.get_nowait())
-        return {watch_id for watch_id in changed if watch_id is not None}
 
     def close(self) -> None:
         """End every watch, after the connection's `closed` is set."""

@@ -80,7 +80,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
     def create_connection(self, *, address: tuple[str, int], hostname: str, timeout: float, **_: Any) -> socket.socket:
         """Source: kazoo.handlers.utils.create_tcp_connection."""
         try:
-            connection = _connect(address, hostname, timeout, self.tls)
+            connection = _connect(address, timeout, self.tls, hostname)
         except OSError as error:
             self.problem = failure_reason(error)
             raise
@@ -142,11 +142,8 @@ class ZooKeeperConnection(StoreConnection):
         if self.connected.wait(min(_FIRST_ANSWER_S, timeout_s)):
             return
 
-        def connect(host: str, port: int) -> socket.socket:
-            remaining_s = max(deadline - time.monotonic(), 0.01)
-            return _connect((host.strip("[]"), port), host, remaining_s, self._tls)
-
-        if reasons := refusals(self.client.hosts, connect):
+        connect = partial(_connect, tls=self._tls)
+        if reasons := refusals(self.client.hosts, deadline, connect):
             raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
         if not self.connected.wait(max(deadline - time.monotonic(), 0)):
             why = f": {self.client.handler.problem}" if self.client.handler.problem else ""
@@ -259,12 +256,14 @@ def end_client(client: KazooClient, *, wait: bool) -> None:
     stopping.join(_CLOSE_S if wait else 0)
 
 
-def _connect(address: tuple[str, int], hostname: str, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
+def _connect(
+    address: tuple[str, int], timeout_s: float, tls: ssl.SSLContext | None, hostname: str = ""
+) -> socket.socket:
     connection = socket.create_connection(address, timeout_s)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
-            connection = tls.wrap_socket(connection, server_hostname=hostname.strip("[]"))
+            connection = tls.wrap_socket(connection, server_hostname=(hostname or address[0]).strip("[]"))
     except BaseException:
         connection.close()
         raise
