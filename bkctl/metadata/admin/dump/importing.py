@@ -16,7 +16,6 @@ from bkctl.metadata.admin.dump.sources import DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.cluster import COOKIES, Cluster, init_cluster, new_layout
 from bkctl.metadata.ledgers import SCOPES
 from bkctl.metadata.store import NEW, Versioned
-from bkctl.metadata.underreplication import mark_path
 from bkctl.pace import Pace
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def import_records(
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="import") as executor:
         # Reads are batched, so that a second run is fast: it writes nothing.
         nodes, asked = tee(_without_sequences(records, target, dry_run, result))
-        paths = (_path(record, target) for record in asked)
+        paths = (record.path(target) for record in asked)
         for record, found in zip(nodes, target.store.get_many(paths), strict=True):
             pace.take()
             write = _Write(record, found, overwrite)
@@ -205,7 +204,7 @@ def _write_all(writes: list[_Write], target: Cluster) -> list[_Write]:
         nodes = []
         for write in needed:
             record, found = write.record, write.found
-            path = target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else _path(record, target)
+            path = target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else record.path(target)
             nodes.append((path, record.value, NEW if found is None else found.version))
         refused = []
         for write, node, written in zip(needed, nodes, target.store.put_many(nodes), strict=True):
@@ -216,14 +215,6 @@ def _write_all(writes: list[_Write], target: Cluster) -> list[_Write]:
                 raise written
         needed = [write for write in refused if write.is_needed]
     return writes
-
-
-def _path(record: DumpRecord, cluster: Cluster) -> str:
-    if record.kind == "ledger":
-        return cluster.ledgers.path(record.ledger)
-    if record.kind == "mark":
-        return mark_path(record.ledger)
-    return f"cookies/{record.key}" if record.kind == "cookie" else record.key
 
 
 def _position(record: DumpRecord) -> int:

@@ -20,7 +20,7 @@ from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, Unsu
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
-from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledgers import INSTANCE_ID
 from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX, Closing
 from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, LedgerMarks, mark_path
@@ -57,6 +57,14 @@ class DumpRecord(NamedTuple):
     def ledger(self) -> LedgerId:
         """The ledger of a record of kind "ledger" or "mark"."""
         return LedgerId.from_value(int(self.key, 16))
+
+    def path(self, cluster: Cluster) -> str:
+        """Return the path of the record's node in a cluster; of any but a sequence."""
+        if self.kind == "ledger":
+            return cluster.ledgers.path(self.ledger)
+        if self.kind == "mark":
+            return mark_path(self.ledger)
+        return f"{COOKIES}/{self.key}" if self.kind == "cookie" else self.key
 
     @property
     def name(self) -> str:
@@ -286,24 +294,18 @@ class ClusterSource(DumpSource):
 
     def records(self) -> Iterator[DumpRecord]:
         """See DumpSource.records. Raises LedgerNotFound for a missing one of `ledgers`."""
-        cluster, store = self._cluster, self._cluster.store
+        cluster = self._cluster
         if self._ledgers is not None:
             for ledger in self._ledgers:
                 cluster.ledgers.read(ledger)
             yield from self._of_ledgers(self._ledgers)
             return
-        for path, found in zip(NODE_PATHS, store.get_many(NODE_PATHS), strict=True):
-            if found is not None:
-                yield DumpRecord("node", path, found.value)
-        bookies = cluster.cookies.list()
-        cookies = store.get_many(f"cookies/{bookie_id}" for bookie_id in bookies)
-        for bookie_id, found in zip(bookies, cookies, strict=True):
-            if found is not None:
-                yield DumpRecord("cookie", bookie_id, found.value)
+        yield from self._stored("node", NODE_PATHS)
+        yield from self._stored("cookie", cluster.cookies.list())
         position = cluster.ledgers.id_position()
         if position is not None:
             yield DumpRecord("sequence", "ledger", b"%d" % position)
-        yield from self._marks()
+        yield from self._stored("mark", (each.qualified_name for each, _ in LedgerMarks(cluster.store).list(None)))
         yield from self._of_ledgers(cluster.ledgers.ledgers(None))
 
     def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
@@ -311,12 +313,10 @@ class ClusterSource(DumpSource):
             return (each for each in self._ledgers if each > ledger)
         return self._cluster.ledgers.ledgers(None, ledger)
 
-    def _marks(self) -> Iterator[DumpRecord]:
-        store = self._cluster.store
-        ledgers, asked = tee(ledger for ledger, _ in LedgerMarks(store).list(None))
-        for ledger, found in zip(ledgers, store.get_many(map(mark_path, asked)), strict=True):
-            if found is not None:
-                yield DumpRecord("mark", ledger.qualified_name, found.value)
+    def _stored(self, kind: str, keys: Iterable[str]) -> Iterator[DumpRecord]:
+        records, asked = tee(DumpRecord(kind, key, b"") for key in keys)
+        values = self._cluster.store.get_many(record.path(self._cluster) for record in asked)
+        return (each._replace(value=found.value) for each, found in zip(records, values, strict=True) if found)
 
     def _of_ledgers(self, ledgers: Iterable[LedgerId]) -> Iterator[DumpRecord]:
         for ledger, found in self._cluster.ledgers.values(ledgers):
