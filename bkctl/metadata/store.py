@@ -17,7 +17,6 @@ from itertools import tee
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound, Unreachable, UsageError
-from bkctl.metadata.backends.sessions import Ephemerals
 
 if TYPE_CHECKING:
     import socket
@@ -317,7 +316,6 @@ class MetadataStore(Closing):
 
     #: Name of this store in messages: `/ledgers of ZooKeeper at 127.0.0.1:2181`.
     name: str
-    ephemerals: Ephemerals
     _invalid_names: dict[str, None] | None = None
 
     @abstractmethod
@@ -435,6 +433,7 @@ class MetadataStore(Closing):
                     pass
         return True
 
+    @abstractmethod
     def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
         """Keep a node at `path` for as long as this store object lives; set the value of a node that we own already.
 
@@ -442,12 +441,10 @@ class MetadataStore(Closing):
         node, wait `wait_s` seconds (None: until the session of a dead owner is over), then raise AlreadyExists.
         `value` None: create nothing, and only wait so.
         """
-        check_size(path, value or b"")
-        self.ephemerals.hold(path, value, wait_s, self.name)
 
+    @abstractmethod
     def usurped_s(self, path: str) -> float:
         """Seconds since another owner was first seen to hold our `ephemeral` at `path`; 0 while we hold it."""
-        return self.ephemerals.usurped_s(path)
 
     @abstractmethod
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:

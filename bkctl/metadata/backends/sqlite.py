@@ -35,14 +35,14 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.metadata.backends.sessions import (
-    Ephemerals,
     PolledWatch,
     PolledWatches,
+    SessionStore,
     may_live,
     process_identity,
     process_start,
 )
-from bkctl.metadata.store import NEW, RACKS, Claim, MetadataStore, Versioned, attempt, check_path, check_size
+from bkctl.metadata.store import NEW, RACKS, Claim, Versioned, attempt, check_path, check_size
 
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
@@ -188,7 +188,7 @@ class _SqliteFile:
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
 
-class SqliteStore(_SqliteFile, MetadataStore):
+class SqliteStore(_SqliteFile, SessionStore):
     """`MetadataStore` on the SQLite file `file`.
 
     With `create`, a missing file and its tables are created. Raises NotFound for a missing file (with `create`: a
@@ -196,17 +196,15 @@ class SqliteStore(_SqliteFile, MetadataStore):
     """
 
     def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
+        SessionStore.__init__(self)
         self._session: int | None = None
-        self.ephemerals = Ephemerals(
-            self._put_ephemeral, self.delete, lambda _: SESSION_EXPIRY_MS / 1000, self._start_thread
-        )
         #: Some ephemerals were lost, and must be created again.
         self._has_lost = False
         self._watches = PolledWatches(self._states)
         self._sessions_checked_at = float("-inf")
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
-        super().__init__(file, timeout_s, create=create)
+        _SqliteFile.__init__(self, file, timeout_s, create=create)
 
     def get(self, path: str) -> Versioned[bytes] | None:
         return next(self.get_many((path,)))
@@ -264,7 +262,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         with self._transaction() as connection:
-            self.ephemerals.forget(path)
+            self._held.pop(path, None)
             row = _row(connection, "version", path)
             if row is None:
                 raise NotFound(f"No {path} in {self.name}")
@@ -339,7 +337,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
                 raise AlreadyExists(f"{path} exists in {self.name}")
             change = _next_change(connection)
             _insert(connection, path, value, self._session, change)
-        self._start_thread()
+        self._keep_session()
         return Claim(self, path, change)  # no other node has this change
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
@@ -370,6 +368,9 @@ class SqliteStore(_SqliteFile, MetadataStore):
                 self._session = before
                 raise
 
+    def _expiry_s(self, path: str) -> float:
+        return SESSION_EXPIRY_MS / 1000
+
     def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
         self._end_dead_sessions(at_once=True)
         with self._session_transaction() as connection:
@@ -393,7 +394,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
         if alive and not self._has_lost:
             return
         self._has_lost = True
-        self._has_lost = not self.ephemerals.restore()
+        self._has_lost = not self._restore_ephemerals()
 
     def _end_dead_sessions(self, *, at_once: bool = False) -> None:
         """Delete the ephemerals of dead sessions; without `at_once` at most once every poll interval."""
@@ -412,7 +413,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         cancel = self._watches.add(check_path(path), callback, children)
-        self._start_thread()
+        self._keep_session()
         return cancel
 
     def _states(self, watches: list[PolledWatch]) -> Iterator[int | None]:
@@ -420,7 +421,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
             row = self._node("children_changed" if watch.children else "changed", watch.path)
             yield None if row is None else row[0]
 
-    def _start_thread(self) -> None:
+    def _keep_session(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="metadata-store", daemon=True)

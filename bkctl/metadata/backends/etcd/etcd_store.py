@@ -45,7 +45,7 @@ from bkctl.metadata.backends.etcd.etcd_connection import (
     status_of,
 )
 from bkctl.metadata.backends.etcd.etcd_watches import RESTORE_PAUSE_S, EtcdWatches
-from bkctl.metadata.backends.sessions import Ephemerals
+from bkctl.metadata.backends.sessions import SessionStore
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
@@ -172,10 +172,11 @@ class PageRange:
         return int.from_bytes(key[len(self.prefix) :][:_DIGITS].ljust(_DIGITS, b"\0"), "big")
 
 
-class EtcdNodes(MetadataStore):
+class EtcdNodes(SessionStore):
     """The nodes of a store below the key `root`, and its lease: a lost lease loses claims, and is granted again."""
 
     def __init__(self, connection: EtcdConnection, root: str) -> None:
+        super().__init__()
         self.name = f"{root} of etcd at {connection.address}"
         #: The key of the cluster's root.
         self.root = root
@@ -184,7 +185,6 @@ class EtcdNodes(MetadataStore):
         self._connection = connection
         self._ttl_s = connection.session_timeout_s
         self._lease_lock = threading.Lock()
-        self.ephemerals = Ephemerals(self._put_ephemeral, self.delete, self._expiry_s, self._keep)
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
 
@@ -241,7 +241,7 @@ class EtcdNodes(MetadataStore):
             if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
                 raise self._connection.timed_out()
 
-    def _keep(self) -> None:
+    def _keep_session(self) -> None:
         self._connection.start_thread("lease", self._keep_lease)
 
     def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
@@ -286,7 +286,7 @@ class EtcdNodes(MetadataStore):
             except LeaseLost:
                 self._forget_lease(lease_id)
                 continue
-            self._keep()
+            self._keep_session()
             return Claim(self, claimed, revision)
 
     def _create_numbered(self, path: str, value: bytes, lease_id: int) -> tuple[str, int]:
@@ -350,7 +350,7 @@ class EtcdNodes(MetadataStore):
                 if lease_id and not self._refresh(lease_id, wait_s):
                     self._forget_lease(lease_id)
                 if restored_under == 0 or restored_under != self.lease_id:
-                    done = self.ephemerals.restore()
+                    done = self._restore_ephemerals()
                     restored_under = self.lease_id if done else 0
                     wait_s = wait_s if done else RESTORE_PAUSE_S
             except (BkctlError, grpc.RpcError, ValueError):
@@ -547,7 +547,7 @@ class EtcdStore(EtcdNodes):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         key = self._key(path)
-        self.ephemerals.forget(path)
+        self._held.pop(path, None)
         while True:
             answer, repeated = self._connection.transact(
                 [is_present(key) if expected is None else at_revision(key, expected), has_no_children(key)],
@@ -656,7 +656,7 @@ class EtcdStore(EtcdNodes):
     def close(self) -> None:
         if not self._connection.begin_close():
             return
-        self.ephemerals.clear()
+        self._held.clear()
         self._watches.close()
         self._connection.close(self.lease_id)
 

@@ -27,7 +27,6 @@ from kazoo.exceptions import (
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
-from bkctl.metadata.backends.sessions import Ephemerals
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     LOST,
     UNAUTHORIZED,
@@ -204,14 +203,7 @@ class ZooKeeperStore(ZooKeeperNodes):
         self.hosts = hosts
         super().__init__(ZooKeeperConnection(hosts, root, **settings))
         self.name = self._connection.name
-        expiry_s = self._connection.session_timeout_s + _EXPIRY_SLACK_S
-        self.ephemerals = Ephemerals(
-            lambda path, value: self._put_ephemeral(path, value),
-            self.delete,
-            lambda _: expiry_s,
-            lambda: self._watches.start_thread(),
-        )
-        self._watches = ZooKeeperWatches(self._connection, self.ephemerals.restore)
+        self._watches = ZooKeeperWatches(self._connection, self._restore_ephemerals)
         try:
             self._connection.open()
         except BaseException:
@@ -297,7 +289,7 @@ class ZooKeeperStore(ZooKeeperNodes):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         full = self._connection.full(path)
-        self.ephemerals.forget(path)
+        self._held.pop(path, None)
         version = -1 if expected is None else expected
         call = ZooKeeperCall(lambda: self._connection.client.delete_async(full, version), full)
         try:
@@ -338,8 +330,13 @@ class ZooKeeperStore(ZooKeeperNodes):
 
     # ephemerals and claims
 
+    def _expiry_s(self, path: str) -> float:
+        return self._connection.session_timeout_s + _EXPIRY_SLACK_S
+
+    def _keep_session(self) -> None:
+        self._watches.start_thread()
+
     def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
-        """Create or update our ephemeral (None: neither); return False when another session owns the node."""
         connection = self._connection
         full = connection.full(path)
         if value is not None:
@@ -430,7 +427,7 @@ class ZooKeeperStore(ZooKeeperNodes):
     def close(self) -> None:
         if not self._connection.begin_close():
             return
-        self.ephemerals.clear()
+        self._held.clear()
         self._close_many()
         self._watches.close()
         self._connection.close()
