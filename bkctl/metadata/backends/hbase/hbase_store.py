@@ -101,9 +101,13 @@ class HBaseStore(ZooKeeperStore):
             return super().put(path, value, expected, repeated=repeated)
         check_size(path, value)
         ledger = _ledger(path)
-        if ledger is None:
-            return self._create_table(path, expected)
-        return self._in_version(path, expected, lambda version: self._rows.put(ledger, value, version))
+        if ledger is not None:
+            return self._in_version(path, expected, lambda version: self._rows.put(ledger, value, version))
+        if path != LEDGERS or expected not in (NEW, None):
+            raise UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
+        if not self._rows.create_table() and expected == NEW:
+            raise AlreadyExists(f"Table {self._rows.name} exists in HBase at {self.hosts}")
+        return 0
 
     def _in_version(self, path: str, expected: int | None, change: Callable[[int], T]) -> T:
         """Return what `change` of the row returns, in that version; None: in the present one (NEW: missing)."""
@@ -117,13 +121,6 @@ class HBaseStore(ZooKeeperStore):
             except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
                 if expected is not None or (version == NEW and isinstance(error, NotFound)):
                     raise
-
-    def _create_table(self, path: str, expected: int | None) -> int:
-        if path != LEDGERS or expected not in (NEW, None):
-            raise UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
-        if not self._rows.create_table() and expected == NEW:
-            raise AlreadyExists(f"Table {self._rows.name} exists in HBase at {self.hosts}")
-        return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         """See MetadataStore.put_many: ledgers that follow each other together, and the others so."""
@@ -157,17 +154,14 @@ class HBaseStore(ZooKeeperStore):
         if not _is_row(path):
             return super().delete(path, expected, prune=prune)
         ledger = _ledger(path)
-        if ledger is None:
-            return self._drop_table(path)
-        return self._in_version(path, expected, lambda version: self._rows.delete(ledger, version))
-
-    def _drop_table(self, path: str) -> None:
+        if ledger is not None:
+            return self._in_version(path, expected, lambda version: self._rows.delete(ledger, version))
         found = self.children(path, limit=1)
         if found is None:
             raise NotFound(f"No {path} in {self.name}")
         if found:
             raise Conflict(f"{path} has children in {self.name}")
-        self._rows.drop()
+        return self._rows.drop()
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         if not _is_row(path):
