@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -241,6 +242,24 @@ class StoreConnection:
     ) -> None:
         self.timeout_s, self.session_timeout_s, self.security = timeout_s, session_timeout_s, security
         self.connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
+        #: Set by `begin_close`; pauses wait on it.
+        self.closed = threading.Event()
+        self.threads: dict[str, threading.Thread] = {}
+        self._lock = threading.RLock()
+
+    def start_thread(self, name: str, work: Callable[[], None]) -> None:
+        """Run `work` on the thread `metadata-store-<name>`, unless it runs or the connection is closed."""
+        with self._lock:
+            if name not in self.threads and not self.closed.is_set():
+                self.threads[name] = threading.Thread(target=work, name=f"metadata-store-{name}", daemon=True)
+                self.threads[name].start()
+
+    def begin_close(self) -> bool:
+        """Set `closed`: no request or thread starts any more. Return False in a second call."""
+        with self._lock:
+            was_open = not self.closed.is_set()
+            self.closed.set()
+            return was_open
 
 
 def is_path(path: str) -> bool:

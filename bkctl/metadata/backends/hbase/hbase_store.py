@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice, tee
@@ -69,9 +68,6 @@ class HBaseStore(ZooKeeperStore):
             )
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hbase")
         self._watched = PolledWatches(self._versions)
-        self._watch_lock = threading.Lock()
-        self._watch_thread: threading.Thread | None = None
-        self._stop = threading.Event()
         super().__init__(hosts, f"/bkctl/{prefix}/ledgers", security=security, **times)
         self.name = f"{prefix} of HBase at {hosts}"
         self._rows = Rows(self._connection, znode, f"{prefix}_{LEDGERS}", self._executor, self.name)
@@ -227,10 +223,7 @@ class HBaseStore(ZooKeeperStore):
         if _ledger(path) is None or children:
             raise Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
         cancel = self._watched.add(path, callback, children)
-        with self._watch_lock:
-            if self._watch_thread is None:
-                self._watch_thread = threading.Thread(target=self._poll, name="hbase-watches", daemon=True)
-                self._watch_thread.start()
+        self._connection.start_thread("rows", self._poll)
         return cancel
 
     def _versions(self, watches: list[PolledWatch]) -> Iterator[int | None]:
@@ -239,12 +232,11 @@ class HBaseStore(ZooKeeperStore):
             yield -1 if isinstance(found, BkctlError) else None if found is None else found.version
 
     def _poll(self) -> None:
-        while not self._stop.wait(WATCH_POLL_S):
+        while not self._connection.closed.wait(WATCH_POLL_S):
             with contextlib.suppress(BkctlError):  # HBase may be down: the next round reads again.
                 self._watched.poll()
 
     def close(self) -> None:
-        self._stop.set()
         if hasattr(self, "_rows"):  # else the connection failed
             self._rows.close()
         super().close()

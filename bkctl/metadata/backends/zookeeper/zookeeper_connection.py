@@ -99,7 +99,6 @@ class ZooKeeperConnection(StoreConnection):
         super().__init__(**settings)
         self.hosts = hosts
         self.root = root
-        self.is_closed = False
         self.connected = threading.Event()
         #: ZooKeeper refused the login: kazoo tries no more.
         self._is_refused = False
@@ -107,7 +106,6 @@ class ZooKeeperConnection(StoreConnection):
         self.session_id: int | None = None
         #: Called on kazoo's thread once a new session replaces a lost one: must only note and wake.
         self.on_new_session: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
         self._session_lost = False
         self._tls = self.security.tls_context()
         self.client = self.new_client()
@@ -181,7 +179,7 @@ class ZooKeeperConnection(StoreConnection):
     def answer(self, call: ZooKeeperCall, timeout_s: float | None = None) -> Any:
         """Return ZooKeeper's answer. Raises its refusals as kazoo's errors, else as every `MetadataStore` method."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        while not self.is_closed:
+        while not self.closed.is_set():
             try:
                 return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
             except LOST as error:
@@ -194,7 +192,7 @@ class ZooKeeperConnection(StoreConnection):
                 if call.once:
                     raise
                 time.sleep(_RETRY_PAUSE_S)
-                if not self.is_closed and not self.connected.wait(max(deadline - time.monotonic(), 0)):
+                if not self.closed.is_set() and not self.connected.wait(max(deadline - time.monotonic(), 0)):
                     raise self.timed_out() from error
                 if time.monotonic() >= deadline:
                     raise self.timed_out() from error
@@ -227,17 +225,10 @@ class ZooKeeperConnection(StoreConnection):
 
     # end
 
-    def begin_close(self) -> bool:
-        """Set `is_closed`: no request starts any more. Return False in a second call."""
-        with self._lock:
-            was_open = not self.is_closed
-            self.is_closed = True
-            return was_open
-
     def close(self) -> None:
         """End the session, waiting a bounded time for it, and not at all without a connection."""
         was_connected = self.connected.is_set()
-        self.connected.set()  # Wake the calls that wait for the connection: they see `is_closed`.
+        self.connected.set()  # Wake the calls that wait for the connection: they see `closed`.
         end_client(self.client, wait=was_connected)
 
 

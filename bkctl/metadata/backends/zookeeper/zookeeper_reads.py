@@ -288,7 +288,7 @@ class ZooKeeperReads(SessionStore):
     def _client_of_many(self, connect: bool) -> KazooClient | None:
         """Return the session of many reads, opened where `connect`; None where there is none now."""
         with self._lock:
-            if self._connection.is_closed or time.monotonic() < self.paused_until_s:
+            if self._connection.closed.is_set() or time.monotonic() < self.paused_until_s:
                 return None
             if self.many is None and connect:
                 self.many = self._connection.new_client()

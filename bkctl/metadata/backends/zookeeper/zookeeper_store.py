@@ -456,7 +456,6 @@ class ZooKeeperWatches:
         self._events: queue.Queue[_Place | None] = queue.Queue()
         #: kazoo keeps each callback until its node changes, also of cancelled watches, but equal ones only once.
         self._callbacks: weakref.WeakValueDictionary[_Place, Callable[[object], None]] = weakref.WeakValueDictionary()
-        self._thread: threading.Thread | None = None
 
     def add(self, path: str, callback: Callable[[], None], children: bool) -> Callable[[], None]:
         """See MetadataStore.watch."""
@@ -503,21 +502,18 @@ class ZooKeeperWatches:
             return self._callbacks.setdefault(place, changed)
 
     def start_thread(self) -> None:
-        """Start the thread `metadata-store`, unless it runs or the connection is closed."""
-        with self._lock:
-            if self._thread is None and not self._connection.is_closed:
-                self._thread = threading.Thread(target=self._serve, name="metadata-store", daemon=True)
-                self._thread.start()
+        """Start the thread of the watches, unless it runs or the connection is closed."""
+        self._connection.start_thread("watches", self._serve)
 
     def _serve(self) -> None:
         restored = True
         unarmed: set[int] = set()
-        while not self._connection.is_closed:
+        while not self._connection.closed.is_set():
             try:
                 event = self._events.get(timeout=None if restored and not unarmed else _RESTORE_PAUSE_S)
             except queue.Empty:
                 event = ("", False)
-            if self._connection.is_closed:
+            if self._connection.closed.is_set():
                 return
             if event is None or not restored:
                 restored = self._restore()

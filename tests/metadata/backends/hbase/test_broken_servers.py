@@ -31,7 +31,7 @@ from bkctl.metadata.backends.hbase.rows import Rows, row_key
 from bkctl.metadata.backends.hbase.rpc import Retries
 from bkctl.metadata.backends.sessions import PolledWatches
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import NEW, StoreConnection
 
 Answer = Callable[[str, Any], Message | bytes]
 ATTEMPTS_MAX = 5
@@ -292,9 +292,8 @@ def test_corrupt_row_fails_alone_among_those_read_and_watched_with_it(monkeypatc
 
     with rows_of(answer) as rows:
         store: Any = HBaseStore.__new__(HBaseStore)
-        store.name, store._rows, store._stop = "test", rows, threading.Event()
+        store.name, store._rows, store._connection = "test", rows, StoreConnection()
         store._watched = PolledWatches(store._versions)
-        store._watch_lock, store._watch_thread = threading.Lock(), None
         manager = HBaseLedgerManager(store)
         seen: dict[int, list[object]] = {ledger: [] for ledger in (4, 5, 6)}
         for ledger, reports in seen.items():
@@ -309,8 +308,8 @@ def test_corrupt_row_fails_alone_among_those_read_and_watched_with_it(monkeypatc
         read = dict(manager.read_many(LedgerId(0, ledger) for ledger in (4, 5, 6)))
         with pytest.raises(Corrupt):
             list(manager.values([LedgerId(0, 4), LedgerId(0, 5)]))
-        store._stop.set()
-        store._watch_thread.join()
+        store._connection.begin_close()
+        store._connection.threads["rows"].join()
     assert [type(found) for found in read.values()] == [VersionedMetadata, Corrupt, VersionedMetadata]
 
 
