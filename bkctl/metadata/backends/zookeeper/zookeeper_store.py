@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -433,7 +434,8 @@ class ZooKeeperStore(ZooKeeperNodes):
         self._connection.close()
 
 
-class _Watch(NamedTuple):
+@dataclass(eq=False)
+class _Watch:
     path: str
     children: bool
     callback: Callable[[], None]
@@ -449,9 +451,8 @@ class ZooKeeperWatches:
         self._connection = connection
         connection.on_new_session = lambda: self._events.put(None)
         self._restore = restore
-        self._lock = threading.RLock()
-        self._watches: dict[int, _Watch] = {}
-        self._watch_id = 0
+        self._lock = threading.Lock()
+        self._watches: set[_Watch] = set()
         #: Places that changed; None: restore the ephemerals.
         self._events: queue.Queue[_Place | None] = queue.Queue()
         #: kazoo keeps each callback until its node changes, also of cancelled watches, but equal ones only once.
@@ -459,30 +460,26 @@ class ZooKeeperWatches:
 
     def add(self, path: str, callback: Callable[[], None], children: bool) -> Callable[[], None]:
         """See MetadataStore.watch."""
-        with self._lock:
-            self._watch_id += 1
-            watch_id = self._watch_id
-            self._watches[watch_id] = _Watch(check_path(path), children, callback)
+        watch = _Watch(check_path(path), children, callback)
+        self._watches.add(watch)
         self.start_thread()
-
-        def cancel() -> None:
-            with self._lock:
-                self._watches.pop(watch_id, None)
-
+        cancel = partial(self._watches.discard, watch)
         try:
-            self._arm(watch_id)
+            self._arm(watch)
         except BaseException:
             cancel()
             raise
         return cancel
 
-    def _arm(self, watch_id: int) -> None:
-        watch = self._watches.get(watch_id)
-        if watch is None:
-            return
-        client = self._connection.client
+    def _arm(self, watch: _Watch) -> None:
         place = full, _ = self._place(watch)
-        changed = self._callback(place)
+
+        def note(_: object) -> None:
+            self._events.put(place)
+
+        with self._lock:
+            changed = self._callbacks.setdefault(place, note)
+        client = self._connection.client
         if watch.children:
             with contextlib.suppress(NoNodeError):
                 self._connection.run(partial(client.get_children_async, watch=changed), full)
@@ -492,22 +489,13 @@ class ZooKeeperWatches:
     def _place(self, watch: _Watch) -> _Place:
         return self._connection.full(watch.path), watch.children
 
-    def _callback(self, place: _Place) -> Callable[[object], None]:
-        """Return the one callback that all watches of `place` share."""
-
-        def changed(_: object) -> None:
-            self._events.put(place)
-
-        with self._lock:
-            return self._callbacks.setdefault(place, changed)
-
     def start_thread(self) -> None:
         """Start the thread of the watches, unless it runs or the connection is closed."""
         self._connection.start_thread("watches", self._serve)
 
     def _serve(self) -> None:
         restored = True
-        unarmed: set[int] = set()
+        unarmed: set[_Watch] = set()
         while not self._connection.closed.is_set():
             try:
                 event = self._events.get(timeout=None if restored and not unarmed else _RESTORE_PAUSE_S)
@@ -517,19 +505,17 @@ class ZooKeeperWatches:
                 return
             if event is None or not restored:
                 restored = self._restore()
-            with self._lock:
-                changed = {watch_id for watch_id, watch in self._watches.items() if self._place(watch) == event}
-            for watch_id in changed | unarmed:
-                unarmed.discard(watch_id)
+            for watch in unarmed | {watch for watch in list(self._watches) if self._place(watch) == event}:
+                unarmed.discard(watch)
                 try:
-                    self._arm(watch_id)
-                    if watch := self._watches.get(watch_id):
+                    if watch in self._watches:
+                        self._arm(watch)
+                    if watch in self._watches:
                         watch.callback()
                 except BkctlError:
-                    unarmed.add(watch_id)
+                    unarmed.add(watch)
 
     def close(self) -> None:
         """End every watch, after the connection is closed."""
-        with self._lock:
-            self._watches.clear()
+        self._watches.clear()
         self._events.put(None)
