@@ -92,7 +92,7 @@ class PolledWatches:
 
     def __init__(self, states: Callable[[list[PolledWatch]], Iterable[object]]) -> None:
         self._states = states
-        self._watches: dict[int, PolledWatch] = {}
+        self._watches: dict[PolledWatch, None] = {}  # in their order
 
     def __len__(self) -> int:
         return len(self._watches)
@@ -101,19 +101,15 @@ class PolledWatches:
         """See MetadataStore.watch."""
         watch = PolledWatch(path, children, callback)
         (watch.seen,) = self._states([watch])
-        self._watches[id(watch)] = watch
-
-        def cancel() -> None:
-            self._watches.pop(id(watch), None)
-
-        return cancel
+        self._watches[watch] = None
+        return lambda: self._watches.pop(watch, None)
 
     def poll(self) -> bool:
         """Call the callbacks of changed nodes; return False when one failed, and must be called again."""
         done = True
-        watches = list(self._watches.values())
+        watches = list(self._watches)
         for watch, state in zip(watches, self._states(watches), strict=True):
-            if state == watch.seen or id(watch) not in self._watches:
+            if state == watch.seen or watch not in self._watches:
                 continue
             try:
                 watch.callback()

@@ -81,7 +81,7 @@ class _SqliteFile:
         self.name = f"metadata store {file}"
         self.timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = threading.Event()
         if create:
             directory = os.path.dirname(file)
             if not os.path.isdir(directory):
@@ -166,7 +166,7 @@ class _SqliteFile:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._errors():
-            if self._closed:
+            if self._closed.is_set():
                 raise Unreachable(f"{self.name} is closed")
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -179,7 +179,7 @@ class _SqliteFile:
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock, self._errors():
-            if self._closed:
+            if self._closed.is_set():
                 raise Unreachable(f"{self.name} is closed")
             return self._connection.execute(query, values).fetchall()
 
@@ -203,7 +203,6 @@ class SqliteStore(_SqliteFile, SessionStore):
         self._watches = PolledWatches(self._states)
         self._sessions_checked_at = float("-inf")
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
         _SqliteFile.__init__(self, file, timeout_s, create=create)
 
     def get(self, path: str) -> Versioned[bytes] | None:
@@ -423,14 +422,14 @@ class SqliteStore(_SqliteFile, SessionStore):
 
     def _keep_session(self) -> None:
         with self._lock:
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="metadata-store", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
         beat_at = time.monotonic() + HEARTBEAT_MS / 1000
         last_change = -1
-        while not self._wake.wait(WATCH_POLL_MS / 1000):
+        while not self._closed.wait(WATCH_POLL_MS / 1000):
             # The file may be locked, or missing for a moment: the next round tries again.
             with contextlib.suppress(BkctlError):
                 if self._session is not None and time.monotonic() >= beat_at:
@@ -444,14 +443,13 @@ class SqliteStore(_SqliteFile, SessionStore):
 
     def close(self) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
             self._watches.clear()
-            self._wake.set()
             if self._session is not None:
                 with contextlib.suppress(BkctlError), self._transaction() as connection:
                     _end_session(connection, self._session)
-            self._closed = True
+            self._closed.set()
             self._connection.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1)
