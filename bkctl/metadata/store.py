@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import tee
@@ -22,6 +23,7 @@ from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, Not
 if TYPE_CHECKING:
     import socket
     import ssl
+    from concurrent.futures import Executor, Future
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -508,6 +510,17 @@ def map_each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]
 
     with ThreadPoolExecutor(min(len(items), _CONCURRENCY), thread_name_prefix="change-many") as executor:
         return list(executor.map(lambda item: attempt(call, item), items))
+
+
+def map_ahead(executor: Executor, call: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[R]:
+    """Yield what `call` returns for each item, in the order given; up to `ahead` calls are under way."""
+    under_way: deque[Future[R]] = deque()
+    for item in items:
+        under_way.append(executor.submit(call, item))
+        while under_way and (len(under_way) >= ahead or under_way[0].done()):
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
 
 
 def chunks(

@@ -16,9 +16,9 @@ from __future__ import annotations
 import heapq
 import os
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -28,7 +28,7 @@ from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
 from bkctl.metadata.backends.hbase.rpc import CallLost, CallRefused, RegionServer, Retries
 from bkctl.metadata.ledgers import LEDGERS
-from bkctl.metadata.store import NEW, attempt, chunks, value_of
+from bkctl.metadata.store import NEW, attempt, chunks, map_ahead, value_of
 
 if TYPE_CHECKING:
     from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
@@ -170,13 +170,9 @@ class Rows(HBaseTable):
         Raises TableMissing.
         """
         ledgers = iter(ledgers)
-        under_way: deque[Future[list[HBaseRow | BkctlError | None]]] = deque()
-        while True:
-            while len(under_way) < _BATCHES_AHEAD and (batch := list(islice(ledgers, BATCH_SIZE))):
-                under_way.append(self._executor.submit(self._get, batch))
-            if not under_way:
-                return
-            yield from under_way.popleft().result()
+        batches = iter(lambda: list(islice(ledgers, BATCH_SIZE)), [])
+        for rows in map_ahead(self._executor, self._get, batches, _BATCHES_AHEAD):
+            yield from rows
 
     def ledgers(self, first: int, last: int = _VALUE_MAX, *, page_size: int = _PAGE_SIZE_FIRST) -> Iterator[int]:
         """Yield the ledgers from `first` to `last`, ascending: the buckets' rows merged, a page of each held.
