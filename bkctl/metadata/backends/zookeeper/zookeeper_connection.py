@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 _FIRST_ANSWER_S: Final = 0.3
 _RETRY_PAUSE_S: Final = 0.02
 _CLOSE_S: Final = 2.0
+#: Its level keeps kazoo from formatting a message for each request; callers get lost connections as errors.
+_SILENT_LOGGER: Final = logging.Logger(__name__, logging.CRITICAL + 1)
 #: Errors that leave open whether ZooKeeper executed the request: it is sent again.
 LOST: Final = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError, SessionMovedError)
 #: Refusals that callers translate, each with its own words.
@@ -124,7 +126,7 @@ class ZooKeeperConnection(StoreConnection):
             default_acl=list(CREATOR_ALL_ACL) if security.creator_acl else None,
             auth_data=[("digest", f"{security.user}:{security.password}")] if has_digest else None,
             sasl_options=sasl if security.sasl else None,
-            logger=_silent_logger(),
+            logger=_SILENT_LOGGER,
         )
 
     @property
@@ -259,13 +261,3 @@ def _connect(
         connection.close()
         raise
     return connection
-
-
-def _silent_logger() -> logging.Logger:
-    """Return a logger for kazoo that drops everything: callers get lost connections as errors.
-
-    Its level keeps kazoo from formatting a message for each request.
-    """
-    logger = logging.Logger(__name__, logging.CRITICAL + 1)
-    logger.addHandler(logging.NullHandler())
-    return logger
