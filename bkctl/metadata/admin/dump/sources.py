@@ -28,15 +28,11 @@ from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, Ledg
 FORMAT: Final = "bkctl-metadata"
 VERSION: Final = 1
 KINDS: Final = ("node", "cookie", "sequence", "mark", "ledger")
+_CHECKS: Final = tuple(check.value for check in AuditorCheck)
 #: Paths of the records of kind "node".
-NODE_PATHS: Final = tuple(
-    sorted(
-        (
-            DISABLE_HEALTH_CHECK,
-            *(f"{UNDERREPLICATION}/{name}" for name in ("LAYOUT", "disable", "lostBookieRecoveryDelay")),
-            *(f"{UNDERREPLICATION}/{check.value}" for check in AuditorCheck),
-        )
-    )
+NODE_PATHS: Final = (
+    DISABLE_HEALTH_CHECK,
+    *sorted(f"{UNDERREPLICATION}/{name}" for name in ("LAYOUT", "disable", "lostBookieRecoveryDelay", *_CHECKS)),
 )
 
 
