@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from bkctl.disk import FILE_MODE, Files, atomic_write, make_private_directory
 from bkctl.errors import BkctlError, Conflict, DirectoryInUse, NotFound, TimedOut, UsageError
 from bkctl.formats.names import COOKIE_NAME
-from bkctl.metadata.backends.processes import may_live, process_start
+from bkctl.metadata.backends.sessions import may_live, process_start
 
 if TYPE_CHECKING:
     import subprocess

@@ -29,9 +29,8 @@ from bkctl.formats.metadata import BookieServiceInfo, LedgerMetadata
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import ClusterLoad, LoadWatch, ask_all
 from bkctl.http.why import Explanation, log_tail
-from bkctl.metadata.admin.dump.export_file import DumpRecord, ExportFile
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
-from bkctl.metadata.admin.dump.sources import ClusterSource, write_export
+from bkctl.metadata.admin.dump.sources import ClusterSource, DumpRecord, ExportFile, write_export
 from bkctl.metadata.admin.health import HealthFinding
 from bkctl.metadata.cluster import RegisteredBookie, open_cluster
 from bkctl.metadata.store import NEW, RACKS, attempt

@@ -27,9 +27,8 @@ from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import BookieVitals, full_bookies, vitals_findings, without_moved
 from bkctl.metadata.admin.health import read_only_finding
 from bkctl.metadata.pulsar_topics import owner_text
-from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.store import attempt
-from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
+from bkctl.metadata.underreplication import AutoRecoveryState, ReplicationFailures, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerChecker
 
 if TYPE_CHECKING:
@@ -145,8 +144,7 @@ class Inquiry:
             why.fact(f"It is marked: {', '.join(mark.missing_replicas) or 'no bookie'}", "metadata: its mark")
             if failure is not None:
                 why.fact(
-                    f"Worker {failure.worker}, attempt {failure.attempts}: {failure.reason}",
-                    "its published failure",
+                    f"Worker {failure.worker}, attempt {failure.attempts}: {failure.reason}", "its published failure"
                 )
             elif reason := why_not_replicated(
                 mark, found, self.bookies.values(), is_enabled=state.settings.is_enabled()

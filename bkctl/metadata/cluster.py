@@ -5,13 +5,12 @@ Source: ZKRegistrationManager, ZKRegistrationClient, ZkLayoutManager, AbstractZk
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
+from bkctl.errors import AlreadyExists, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout
 from bkctl.ids import check_bookie_id, is_bookie_id
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
@@ -33,6 +32,7 @@ from bkctl.metadata.store import (
     delete_if_present,
     names_in,
     names_in_each,
+    renamed_errors,
     watch_all,
 )
 from bkctl.metadata.uri import MetadataUri, parse_uri
@@ -49,8 +49,6 @@ BOOKIE_RPC_PROTOCOL: Final = "bookie-rpc"
 HTTP_ENDPOINT_ID: Final = "httpserver"
 _PACKAGE: Final = "org.apache.bookkeeper.meta."
 _APACHE_CLASS: Final = re.compile(r"(?:\w+\.)*org\.apache\.bookkeeper\.meta\.(\w+)", re.ASCII)
-_SQLITE_CLASS: Final = "bkctl.QualifiedNameLedgerManager"
-_HBASE_CLASS: Final = "bkctl.HBaseLedgerManager"
 _MANAGER_VERSION: Final = 1
 
 
@@ -71,7 +69,12 @@ PLACES: Final = Places()
 ETCD_PLACES: Final = Places("layout", "instanceid", "bookies/writable", "bookies/readonly", True)
 #: Nodes that Apache's driver creates beside these. Source: EtcdRegistrationManager.initNewCluster.
 _ETCD_MARKERS: Final = ("cookies", "bookies", "ledgers", "buckets", "underreplication")
-_ETCD_LAYOUT: Final = LedgerLayout(2, "org.apache.bookkeeper.metadata.etcd.EtcdLedgerManagerFactory", 0)
+#: The only LAYOUT of clusters in stores other than ZooKeeper.
+_LAYOUTS: Final = {
+    "sqlite": LedgerLayout(2, "bkctl.QualifiedNameLedgerManager", _MANAGER_VERSION),
+    "etcd": LedgerLayout(2, "org.apache.bookkeeper.metadata.etcd.EtcdLedgerManagerFactory", 0),
+    "hbase": LedgerLayout(2, "bkctl.HBaseLedgerManager", _MANAGER_VERSION),
+}
 
 #: Simple name of the LAYOUT's class → (URI types that fit it beside `null`, the best first; the manager).
 _ZOOKEEPER_LAYOUTS: Final[dict[str, tuple[tuple[str, ...], Callable[[MetadataStore], LedgerManager]]]] = {
@@ -158,29 +161,15 @@ class CookieStore:
 
         Raises AlreadyExists, NotFound, MetadataVersionConflict.
         """
-        with self._errors(bookie_id, may_create=expected in (NEW, None)):
+        # Where a cookie may be created, the cluster is missing, and the error says so.
+        missing = None if expected in (NEW, None) else f"Bookie {bookie_id} has no cookie"
+        with renamed_errors(missing, _changed(bookie_id), f"Bookie {bookie_id} has a cookie"):
             return self.store.put(_cookie_path(bookie_id), cookie.serialize(), expected)
 
     def remove(self, bookie_id: str, expected: int | None) -> None:
         """Delete the cookie, in version `expected` only if given. Raises NotFound, MetadataVersionConflict."""
-        with self._errors(bookie_id):
+        with renamed_errors(f"Bookie {bookie_id} has no cookie", _changed(bookie_id)):
             self.store.delete(_cookie_path(bookie_id), expected)
-
-    @contextlib.contextmanager
-    def _errors(self, bookie_id: str, *, may_create: bool = False) -> Iterator[None]:
-        """Name the bookie in the store's errors about its cookie."""
-        try:
-            yield
-        except AlreadyExists as error:
-            raise AlreadyExists(f"Bookie {bookie_id} has a cookie") from error
-        except NotFound as error:
-            if may_create:  # The cluster is missing, and the error says so.
-                raise
-            raise NotFound(f"Bookie {bookie_id} has no cookie") from error
-        except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(
-                f"The cookie of bookie {bookie_id} changed meanwhile", may_be_applied=error.may_be_applied
-            ) from error
 
 
 class Registration:
@@ -208,13 +197,9 @@ class Registration:
             self._hold(bookie_id, None, read_only, wait_s)
 
     def _hold(self, bookie_id: str, value: bytes | None, read_only: bool, wait_s: float | None) -> None:
-        try:
+        problem = f"Bookie {bookie_id} is registered by another process"
+        with renamed_errors(exists=problem, hint="stop that bookie, or give this one another id"):
             self.store.ephemeral(self._path(bookie_id, read_only), value, wait_s=wait_s)
-        except AlreadyExists as error:
-            raise AlreadyExists(
-                f"Bookie {bookie_id} is registered by another process",
-                hint="stop that bookie, or give this one another id",
-            ) from error
 
     def usurped_s(self, bookie_id: str, read_only: bool = False) -> float:
         """Return the seconds since another process was first seen with the registration that we lost; else 0."""
@@ -284,40 +269,36 @@ class Cluster(Closing):
         self.bookies = Registration(store, self.places)
         #: True if `open_cluster` created the cluster.
         self.created = False
-        self._ledgers: LedgerManager | None = None
-        self._lock = threading.Lock()
 
     @property
     def identity(self) -> str:
         """The store's URI in the one spelling of `MetadataUri.identity`."""
         return self.location.identity(getattr(self.store, "root", None))
 
-    @property
+    @cached_property
     def ledgers(self) -> LedgerManager:
         """The ledger manager of the LAYOUT, which is read on first use.
 
         Raises NotFound without a cluster, UsageError when the URI names another type than LAYOUT, Unsupported for the
         LAYOUT of an unknown manager.
         """
-        with self._lock:
-            if self._ledgers is None:
-                self._ledgers = self.ledger_manager(self.layout())
-            return self._ledgers
+        return self.ledger_manager(self.layout())
 
     def ledger_manager(self, layout: LedgerLayout) -> LedgerManager:
         """Return a ledger manager of this layout on the store. Raises UsageError and Unsupported as `ledgers`."""
-        name = _simple_name(layout)
-        if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
+        driver = self.location.driver
+        if layout == _LAYOUTS.get(driver):
+            if driver == "etcd":
+                from bkctl.metadata.backends.etcd.etcd_store import EtcdLedgerManager
+
+                return EtcdLedgerManager(self.store)
+            if driver == "hbase":
+                from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager
+
+                return HBaseLedgerManager(self.store)
             return QualifiedNameLedgerManager(self.store)
-        if layout == _ETCD_LAYOUT and self.location.driver == "etcd":
-            from bkctl.metadata.backends.etcd.etcd_store import EtcdLedgerManager
-
-            return EtcdLedgerManager(self.store)
-        if self.location.driver == "hbase" and layout == new_layout(self.location):
-            from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager
-
-            return HBaseLedgerManager(self.store)
-        entry = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
+        name = _simple_name(layout)
+        entry = _ZOOKEEPER_LAYOUTS.get(name) if driver == "zk" else None
         if entry is None:
             raise Unsupported(
                 f"{self.store.name} is laid out by {layout.factory_class}:{layout.manager_version}, "
@@ -413,14 +394,14 @@ def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: Le
     store, places = cluster.store, cluster.places
     if store.get(places.layout) is not None:
         return False
+    # On etcd Apache's processes take a root without further nodes for a whole cluster, so create all in one step.
+    in_one_step = cluster.location.driver == "etcd"
     root = [] if store.get("") is not None else [("", b"")]
-    nodes = [(path, b"") for path in _ETCD_MARKERS] if cluster.location.driver == "etcd" else []
+    nodes = [(path, b"") for path in _ETCD_MARKERS] if in_one_step else []
     nodes += [(places.writable, b""), (places.read_only, b"")]
     if instance_id != "":
         nodes.append((places.instance_id, (instance_id or str(uuid.uuid4())).encode()))
     last = (places.layout, (layout or new_layout(cluster.location)).serialize())
-    # On etcd Apache's processes take a root without further nodes for a whole cluster, so create all in one step.
-    in_one_step = cluster.location.driver == "etcd"
     if cluster.location.driver == "hbase":
         create_if_missing(store, LEDGERS, b"")  # the table; without HBase nothing is created
     try:
@@ -450,12 +431,8 @@ def new_layout(location: MetadataUri, *, long_long: bool = False) -> LedgerLayou
                 f"{location.text} has no LongLongHierarchical layout", hint="give a zk+longlonghierarchical:// URI"
             )
         return LedgerLayout(2, f"{_PACKAGE}LongLongHierarchicalLedgerManagerFactory", _MANAGER_VERSION)
-    if location.driver == "sqlite":
-        return LedgerLayout(2, _SQLITE_CLASS, _MANAGER_VERSION)
-    if location.driver == "etcd":
-        return _ETCD_LAYOUT
-    if location.driver == "hbase":
-        return LedgerLayout(2, _HBASE_CLASS, _MANAGER_VERSION)
+    if location.driver in _LAYOUTS:
+        return _LAYOUTS[location.driver]
     return LedgerLayout(2, _PACKAGE + _NEW_LAYOUTS[location.manager_type], _MANAGER_VERSION)
 
 
@@ -492,6 +469,10 @@ def _service_info(bookie_id: str, found: Versioned[bytes] | None) -> BookieServi
         return BookieServiceInfo.parse(found.value, f"registration of {bookie_id}")
     except Corrupt:
         return None
+
+
+def _changed(bookie_id: str) -> str:
+    return f"The cookie of bookie {bookie_id} changed meanwhile"
 
 
 def _cookie_path(bookie_id: str) -> str:

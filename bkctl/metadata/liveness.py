@@ -6,6 +6,7 @@ Source: ListActiveLedgersCommand, ScanAndCompareGarbageCollector; BP-35 for scop
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -143,25 +144,17 @@ class StoredDigests:
 
     def __init__(self, cluster: Cluster, files: Iterable[Path]) -> None:
         check_instance(cluster, files)
-        self._cluster = cluster
-        self._last: tuple[LedgerId, DigestType | None, bytes | None] | None = None
+        self._metadata = lru_cache(maxsize=1)(lambda ledger: attempt(cluster.ledgers.read, ledger))
 
     def digest_of(self, ledger: LedgerId) -> DigestType | None:
         """Return the ledger's digest type, None if unknown."""
-        return self._read(ledger)[1]
+        found = self._metadata(ledger)
+        return None if isinstance(found, BkctlError) else found.metadata.digest_type
 
     def password_of(self, ledger: LedgerId) -> bytes | None:
         """Return the ledger's password, None if unknown."""
-        return self._read(ledger)[2]
-
-    def _read(self, ledger: LedgerId) -> tuple[LedgerId, DigestType | None, bytes | None]:
-        if self._last is None or self._last[0] != ledger:
-            found = attempt(self._cluster.ledgers.read, ledger)
-            if isinstance(found, BkctlError):
-                self._last = ledger, None, None
-            else:
-                self._last = ledger, found.metadata.digest_type, found.metadata.password
-        return self._last
+        found = self._metadata(ledger)
+        return None if isinstance(found, BkctlError) else found.metadata.password
 
 
 class StoredLedgers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import tee
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -62,21 +63,21 @@ class TopicFilter(NamedTuple):
         """Return True for a ledger of the topic: its messages, its cursors' positions, its compacted messages."""
         if custom_metadata.get("application") != b"pulsar":
             return False
-        texts = {
-            name: value.decode("utf-8", "replace")
-            for prefix in reversed(PREFIXES)
-            for name in ("managed-ledger", "cursor", "compactedTopic")
-            if (value := custom_metadata.get(prefix + name)) is not None
-        }
         if self.subscription is not None:
             from urllib.parse import unquote_plus
 
-            cursor = texts.get("cursor")
+            cursor = _text(custom_metadata, "cursor")
             if cursor is None or self.subscription not in (cursor, unquote_plus(cursor)):
                 return False
-        return _is_of(texts.get("managed-ledger"), self.managed_ledger) or _is_of(
-            texts.get("compactedTopic"), self.topic
+        return _is_of(_text(custom_metadata, "managed-ledger"), self.managed_ledger) or _is_of(
+            _text(custom_metadata, "compactedTopic"), self.topic
         )
+
+
+def _text(custom_metadata: Mapping[str, bytes], name: str) -> str | None:
+    """Return a value of Pulsar's by its name without a prefix, None without one."""
+    values = (custom_metadata.get(prefix + name) for prefix in PREFIXES)
+    return next((value.decode("utf-8", "replace") for value in values if value is not None), None)
 
 
 def _is_of(name: str | None, wanted: str) -> bool:
@@ -120,11 +121,7 @@ def owner_of(custom_metadata: Mapping[str, bytes]) -> Owner | None:
     """
     if custom_metadata.get("application") != b"pulsar":
         return None
-
-    def text(name: str) -> str | None:
-        values = (custom_metadata.get(prefix + name) for prefix in PREFIXES)
-        return next((value.decode("utf-8", "replace") for value in values if value is not None), None)
-
+    text = partial(_text, custom_metadata)
     kind = custom_metadata.get("component", b"managed-ledger").decode("utf-8", "replace")
     if kind == "managed-ledger":
         cursor = text("cursor")

@@ -15,15 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import (
-    BkctlError,
-    Conflict,
-    Corrupt,
-    MetadataVersionConflict,
-    NotFound,
-    Unauthorized,
-    UsageError,
-)
+from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unauthorized, UsageError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import NEW, RACKS, MetadataStore
@@ -287,17 +279,7 @@ def check_rack(text: str) -> str:
 
 
 def _bookie_rack(group: str, bookie_id: str, info: dict[str, Any]) -> BookieRack:
-    return BookieRack(bookie_id, _rack(info), group, _text(info, "hostname"))
-
-
-def _rack(info: dict[str, Any]) -> str | None:
     """Return the rack as placement uses it, None for an empty one. Source: BookieRackAffinityMapping.getRack."""
-    rack = (_text(info, "rack") or "").strip()
-    if rack in ("", "/"):
-        return None
-    return rack if rack.startswith("/") else f"/{rack}"
-
-
-def _text(info: dict[str, Any], name: str) -> str | None:
-    value = info.get(name)
-    return value if isinstance(value, str) else None
+    rack, hostname = (value if isinstance(value := info.get(name), str) else None for name in ("rack", "hostname"))
+    rack = (rack or "").strip().removeprefix("/")
+    return BookieRack(bookie_id, f"/{rack}" if rack else None, group, hostname)

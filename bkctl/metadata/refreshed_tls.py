@@ -31,11 +31,7 @@ class RefreshedContext(ssl.SSLContext):
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(
-        self,
-        make: Callable[[], ssl.SSLContext],
-        files: Iterable[str | None],
-        certificate: str | None,
-        refresh_s: float,
+        self, make: Callable[[], ssl.SSLContext], files: Iterable[str | None], certificate: str | None, refresh_s: float
     ) -> None:
         self._make, self._certificate = make, certificate
         self._files = [file for file in files if file]

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import tee
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
-from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
-from bkctl.metadata.backends.sessions import Ephemerals
+from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound, Unreachable, UsageError
 
 if TYPE_CHECKING:
     import socket
     import ssl
+    from concurrent.futures import Executor, Future
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -110,14 +113,19 @@ def client_tls(
     return context
 
 
-def refusals(hosts: Iterable[tuple[str, int]], connect: Callable[[str, int], socket.socket]) -> str:
-    """Return the reasons why no host accepts connections; "" when one accepts, or may: it did not answer in time."""
+def refusals(
+    hosts: Iterable[tuple[str, int]], deadline: float, connect: Callable[[tuple[str, int], float], socket.socket]
+) -> str:
+    """Return the reasons why no host accepts connections; "" when one accepts, or may: it did not answer in time.
+
+    `connect` gets an address and seconds; the `deadline` is of the monotonic clock.
+    """
     import socket
 
     reasons = []
     for host, port in hosts:
         try:
-            connect(host, port).close()
+            connect((host.strip("[]"), port), max(deadline - time.monotonic(), 0.01)).close()
         except TimeoutError:
             return ""
         except socket.gaierror:
@@ -236,6 +244,24 @@ class StoreConnection:
     ) -> None:
         self.timeout_s, self.session_timeout_s, self.security = timeout_s, session_timeout_s, security
         self.connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
+        #: Set by `begin_close`; pauses wait on it.
+        self.closed = threading.Event()
+        self.threads: dict[str, threading.Thread] = {}
+        self._lock = threading.RLock()
+
+    def start_thread(self, name: str, work: Callable[[], None]) -> None:
+        """Run `work` on the thread `metadata-store-<name>`, unless it runs or the connection is closed."""
+        with self._lock:
+            if name not in self.threads and not self.closed.is_set():
+                self.threads[name] = threading.Thread(target=work, name=f"metadata-store-{name}", daemon=True)
+                self.threads[name].start()
+
+    def begin_close(self) -> bool:
+        """Set `closed`: no request or thread starts any more. Return False in a second call."""
+        with self._lock:
+            was_open = not self.closed.is_set()
+            self.closed.set()
+            return was_open
 
 
 def is_path(path: str) -> bool:
@@ -269,21 +295,23 @@ def check_size(path: str, value: bytes, owner: str = "the store") -> None:
         raise UsageError(f"{path}: a value of {len(value)} bytes is above {owner}'s {VALUE_SIZE_BYTES_MAX}")
 
 
-class Claim(ABC):
+class Claim(NamedTuple):
     """A node that `MetadataStore.claim` created, and that ends with our session; a lost claim never becomes ours again.
 
-    `path` is its path.
+    `path` is its path, `mark` what tells the store our node from a later one there.
     """
 
+    store: MetadataStore
     path: str
+    mark: Any
 
-    @abstractmethod
     def is_held(self) -> bool:
         """Return whether the node that we created still exists. Raises Unreachable: unknown."""
+        return self.store.held_many([self])[0]
 
-    @abstractmethod
     def release(self) -> None:
         """Delete the node that we created, but no later node at its path. Raises Unreachable."""
+        self.store.release_many([self])
 
 
 class Closing(ABC):
@@ -309,7 +337,6 @@ class MetadataStore(Closing):
 
     #: Name of this store in messages: `/ledgers of ZooKeeper at 127.0.0.1:2181`.
     name: str
-    ephemerals: Ephemerals
     _invalid_names: dict[str, None] | None = None
 
     @abstractmethod
@@ -427,6 +454,7 @@ class MetadataStore(Closing):
                     pass
         return True
 
+    @abstractmethod
     def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
         """Keep a node at `path` for as long as this store object lives; set the value of a node that we own already.
 
@@ -434,12 +462,10 @@ class MetadataStore(Closing):
         node, wait `wait_s` seconds (None: until the session of a dead owner is over), then raise AlreadyExists.
         `value` None: create nothing, and only wait so.
         """
-        check_size(path, value or b"")
-        self.ephemerals.hold(path, value, wait_s, self.name)
 
+    @abstractmethod
     def usurped_s(self, path: str) -> float:
         """Seconds since another owner was first seen to hold our `ephemeral` at `path`; 0 while we hold it."""
-        return self.ephemerals.usurped_s(path)
 
     @abstractmethod
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
@@ -454,14 +480,13 @@ class MetadataStore(Closing):
         """`claim` each path; AlreadyExists, or another error, comes in its place. Raises only Unreachable."""
         return map_each(lambda path: self.claim(path, value), paths)
 
+    @abstractmethod
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
         """Return `is_held` of each claim. Raises Unreachable."""
-        return [value_of(found) for found in map_each(lambda claim: claim.is_held(), claims)]
 
+    @abstractmethod
     def release_many(self, claims: Sequence[Claim]) -> None:
         """`release` each claim. Raises Unreachable: some may be left then."""
-        for found in map_each(lambda claim: claim.release(), claims):
-            value_of(found)
 
     @abstractmethod
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
@@ -487,6 +512,33 @@ def map_each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]
         return list(executor.map(lambda item: attempt(call, item), items))
 
 
+def map_ahead(executor: Executor, call: Callable[[T], R], items: Iterable[T], ahead: int) -> Iterator[R]:
+    """Yield what `call` returns for each item, in the order given; up to `ahead` calls are under way."""
+    under_way: deque[Future[R]] = deque()
+    for item in items:
+        under_way.append(executor.submit(call, item))
+        while under_way and (len(under_way) >= ahead or under_way[0].done()):
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def chunks(
+    items: Iterable[T], count_max: int, size: Callable[[T], int] = lambda _: 0, size_max: int = 0
+) -> Iterator[list[T]]:
+    """Cut the items into lists of up to `count_max`, whose sizes add up to `size_max` at most where more than one."""
+    chunk: list[T] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if chunk and (len(chunk) == count_max or total > size_max):
+            yield chunk
+            chunk, total = [], size(item)
+        chunk.append(item)
+    if chunk:
+        yield chunk
+
+
 def attempt(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | BkctlError:
     """Return what `call` returns, or the BkctlError that it raises. Raises only Unreachable."""
     try:
@@ -502,6 +554,22 @@ def value_of(found: R | BkctlError) -> R:
     if isinstance(found, BkctlError):
         raise found
     return found
+
+
+@contextlib.contextmanager
+def renamed_errors(
+    missing: str | None = None, changed: str | None = None, exists: str | None = None, *, hint: str | None = None
+) -> Iterator[None]:
+    """Raise the store's NotFound, MetadataVersionConflict and AlreadyExists with these messages; None: as they are."""
+    try:
+        yield
+    except (NotFound, MetadataVersionConflict, AlreadyExists) as error:
+        if isinstance(error, MetadataVersionConflict) and changed is not None:
+            raise MetadataVersionConflict(changed, hint=hint, may_be_applied=error.may_be_applied) from error
+        kind, message = (NotFound, missing) if isinstance(error, NotFound) else (AlreadyExists, exists)
+        if message is None or isinstance(error, MetadataVersionConflict):
+            raise
+        raise kind(message, hint=hint) from error
 
 
 def create_if_missing(store: MetadataStore, path: str, value: bytes) -> bool:

@@ -3,6 +3,7 @@
     underreplication/LAYOUT                                            type and version of the nodes below
     underreplication/ledgers/<id: 4 hex>/<4>/<4>/<4>/urL<10+ digits>   marks; the value names the missing replicas
     underreplication/locks/urL<10+ digits>                             ephemeral: a worker replicates this ledger
+    underreplication/bkctlFailures/urL<10+ digits>                     failed attempts of our workers, as JSON
     underreplication/auditorelection/V_<sequence>                      ephemeral: a vote; the lowest one is the auditor
     underreplication/disable, lostBookieRecoveryDelay, …ctime          settings and clocks, for every scope
     underreplication/scopes/ledgers/<32 hex as 4/4/…>/urL<32 hex>      marks of the scopes ≠ 0, and beside them
@@ -14,6 +15,7 @@ Every byte in scope 0 is Apache's. Source: ZkLedgerUnderreplicationManager, ZkLe
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -44,6 +46,7 @@ from bkctl.metadata.store import (
     attempt,
     create_if_missing,
     delete_if_present,
+    renamed_errors,
     value_of,
     walk_levels,
     watch_all,
@@ -58,7 +61,10 @@ _LAYOUT: Final = f"{UNDERREPLICATION}/LAYOUT"
 
 
 class UnderreplicationLayout:
-    """The nodes below `underreplication` in one store: their version, and their creation before the first write."""
+    """The nodes below `underreplication` in one store: their version, and their creation before the first write.
+
+    Methods of its parts raise Unreachable, as `MetadataStore`.
+    """
 
     def __init__(self, store: MetadataStore) -> None:
         self.store = store
@@ -93,14 +99,6 @@ class UnderreplicationLayout:
         for path in (f"{UNDERREPLICATION}/ledgers", f"{UNDERREPLICATION}/locks"):
             create_if_missing(self.store, path, b"")
         self._prepared = True
-
-
-class _Part:
-    """A part of one cluster's auto-recovery. Methods raise Unreachable, as `MetadataStore`."""
-
-    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        self.store = store
-        self._layout = layout or UnderreplicationLayout(store)
 
 
 def base_path(scoped: bool) -> str:
@@ -140,24 +138,24 @@ class LedgerLock(NamedTuple):
     ctime_ms: int | None
 
 
-class LedgerLocks(_Part):
+class LedgerLocks(UnderreplicationLayout):
     """The locks of one cluster, in all scopes."""
 
-    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
-        super().__init__(store, layout)
+    def __init__(self, store: MetadataStore) -> None:
+        super().__init__(store)
         self._claims: dict[LedgerId, Claim] = {}
         self._claims_lock = threading.Lock()
 
     def list(self, scope_id: int | None = None) -> Iterator[LedgerLock]:
         """Yield the locks of the scope's ledgers (None: of any scope), by ascending ledger id."""
-        places = sorted(self._places(scope_id))
+        places = _ledgers_in(self.store, "locks", scope_id)
         for (ledger, _), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
             if found is not None:
                 yield LedgerLock(ledger, _owner(found), found.ctime_ms)
 
     def ledgers(self) -> set[LedgerId]:
         """Return the ids of all locked ledgers of all scopes, without their owners."""
-        return {ledger for ledger, _ in self._places(None)}
+        return {ledger for ledger, _ in _ledgers_in(self.store, "locks")}
 
     def get(self, ledger: LedgerId) -> LedgerLock | None:
         """Return the lock of the ledger, None for an unlocked ledger."""
@@ -176,26 +174,23 @@ class LedgerLocks(_Part):
         """`lock` each ledger on its own; a ledger that fails has its error in its place. Raises only Unreachable."""
         from bkctl.formats.data_formats_pb2 import LockDataFormat
 
-        self._layout.prepare()
+        self.prepare()
         value = print_text(LockDataFormat(bookieId=owner)).encode("ascii")
         claimed = self.store.claim_many([lock_path(ledger) for ledger in ledgers], value)
         results: list[Claim | BkctlError] = []
         for ledger, found in zip(ledgers, claimed, strict=True):
             if isinstance(found, AlreadyExists):
-                results.append(self._conflict(ledger, found))
+                present = self.get(ledger)
+                by = f" by {present.owner}" if present is not None and present.owner else ""
+                conflict = Conflict(f"Ledger {ledger} is being replicated{by}")
+                conflict.__cause__ = found
+                results.append(conflict)
                 continue
             if not isinstance(found, BkctlError):
                 with self._claims_lock:
                     self._claims[ledger] = found
             results.append(found)
         return results
-
-    def _conflict(self, ledger: LedgerId, cause: AlreadyExists) -> Conflict:
-        present = self.get(ledger)
-        by = f" by {present.owner}" if present is not None and present.owner else ""
-        conflict = Conflict(f"Ledger {ledger} is being replicated{by}")
-        conflict.__cause__ = cause
-        return conflict
 
     def unlock(self, ledger: LedgerId) -> None:
         """Release the lock that this object took, unless it was lost since, or taken by another worker.
@@ -218,17 +213,6 @@ class LedgerLocks(_Part):
                 if self._claims.get(ledger) is claim:
                     del self._claims[ledger]
 
-    def _places(self, scope_id: int | None) -> Iterator[tuple[LedgerId, str]]:
-        for base, pattern, radix in (
-            (f"{UNDERREPLICATION}/locks", DEFAULT_NODE, 10),
-            (f"{SCOPED}/locks", SCOPED_NODE, 16),
-        ):
-            for name in self.store.children(base) or ():
-                if match := pattern.fullmatch(name):
-                    ledger = LedgerId.from_value(int(match[1], radix))
-                    if scope_id is None or ledger.scope_id == scope_id:
-                        yield ledger, f"{base}/{name}"
-
 
 def _owner(found: Versioned[bytes]) -> str | None:
     try:
@@ -240,8 +224,18 @@ def _owner(found: Versioned[bytes]) -> str | None:
 
 _HEX_4: Final = re.compile("[0-9a-f]{4}", re.ASCII)
 #: Names of marks, and of locks.
-DEFAULT_NODE: Final = re.compile("urL([0-9]{10,19})", re.ASCII)
-SCOPED_NODE: Final = re.compile("urL([0-9a-f]{32})", re.ASCII)
+_DEFAULT_NODE: Final = re.compile("urL([0-9]{10,19})", re.ASCII)
+_SCOPED_NODE: Final = re.compile("urL([0-9a-f]{32})", re.ASCII)
+
+
+def _ledgers_in(store: MetadataStore, directory: str, scope_id: int | None = None) -> list[tuple[LedgerId, str]]:
+    """Return the ledgers (of a scope) that have a node in a flat directory beside the marks, with the node's path."""
+    found: list[tuple[LedgerId, str]] = []
+    for scoped, pattern, radix in ((False, _DEFAULT_NODE, 10), (True, _SCOPED_NODE, 16)):
+        base = f"{base_path(scoped)}/{directory}"
+        matches = map(pattern.fullmatch, store.children(base) or ())
+        found += [(LedgerId.from_value(int(match[1], radix)), f"{base}/{match[0]}") for match in matches if match]
+    return sorted(each for each in found if scope_id in (None, each[0].scope_id))
 
 
 class UnderreplicatedLedger(NamedTuple):
@@ -268,7 +262,7 @@ class MarkChange(NamedTuple):
     changed: bool
 
 
-class LedgerMarks(_Part):
+class LedgerMarks(UnderreplicationLayout):
     """The marks of one cluster, in all scopes."""
 
     def list(self, scope_id: int | None = 0) -> Iterator[tuple[LedgerId, UnderreplicatedLedger | BkctlError]]:
@@ -277,7 +271,7 @@ class LedgerMarks(_Part):
         A damaged mark is yielded as its error. Marks written or removed during the iteration may be included.
         Raises Unsupported for a later layout.
         """
-        self._layout.check()
+        self.check()
         places, asked = tee(self._places(scope_id))
         for (path, ledger), found in zip(places, self.store.get_many(path for path, _ in asked), strict=True):
             if found is not None:
@@ -341,7 +335,7 @@ class LedgerMarks(_Part):
         for bookie_id in missing_replicas:
             check_bookie_id(bookie_id)
         if not dry_run:
-            self._layout.prepare()
+            self.prepare()
         path = mark_path(ledger)
         ctime_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         while True:
@@ -367,14 +361,9 @@ class LedgerMarks(_Part):
         stays.
         """
         path = mark_path(ledger)
-        try:
+        missing, changed = "is not marked underreplicated", "was marked underreplicated again meanwhile"
+        with renamed_errors(f"Ledger {ledger} {missing}", f"Ledger {ledger} {changed}"):
             self.store.delete(path, version, prune=8 if ledger.is_scoped else 4)
-        except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(
-                f"Ledger {ledger} was marked underreplicated again meanwhile", may_be_applied=error.may_be_applied
-            ) from error
-        except NotFound as error:
-            raise NotFound(f"Ledger {ledger} is not marked underreplicated") from error
 
     def watch_work(self, callback: Callable[[], None], *, scoped: bool) -> Callable[[], None]:
         """Call `callback()` when workers on scope 0, or with `scoped` on the other scopes, may have new work.
@@ -390,7 +379,7 @@ class LedgerMarks(_Part):
         """Yield the path and ledger of each mark, by ascending ledger id."""
         if scope_id in (None, 0):
             for directory, _, names in walk_levels(self.store, f"{UNDERREPLICATION}/ledgers", (_HEX_4,) * 4):
-                numbers = [(int(match[1]), name) for name in names if (match := DEFAULT_NODE.fullmatch(name))]
+                numbers = [(int(match[1]), name) for name in names if (match := _DEFAULT_NODE.fullmatch(name))]
                 for number, name in sorted(numbers):
                     if number <= I64_MAX:
                         yield f"{directory}/{name}", LedgerId(0, number)
@@ -399,7 +388,7 @@ class LedgerMarks(_Part):
         first = "" if scope_id is None else f"{scope_id:016x}"
         for directory, _, names in walk_levels(self.store, f"{SCOPED}/ledgers", (_HEX_4,) * 8, first):
             for name in names:
-                if match := SCOPED_NODE.fullmatch(name):
+                if match := _SCOPED_NODE.fullmatch(name):
                     ledger = LedgerId.from_value(int(match[1], 16))
                     if scope_id is not None and ledger.scope_id != scope_id:
                         return
@@ -418,6 +407,83 @@ def parse_mark(ledger: LedgerId, found: Versioned[bytes], where: str = "Mark") -
     return UnderreplicatedLedger(ledger, tuple(replicas), ctime_ms, found.version, suspects)
 
 
+REASON_CHARACTERS_MAX: Final = 1000
+_FAILURES: Final = "bkctlFailures"
+
+
+class ReplicationFailure(NamedTuple):
+    """The last failure of a ledger, the number of attempts, and the worker; times in ms since 1970."""
+
+    ledger: LedgerId
+    attempts: int
+    reason: str
+    worker: str
+    at_ms: int
+    retry_at_ms: int | None
+
+
+class ReplicationFailures:
+    """The published failures of one cluster: one node a ledger, as JSON. Methods raise Unreachable, as `MetadataStore`.
+
+    Apache's processes read only the nodes that they know there, and remove the tree with the cluster.
+    """
+
+    def __init__(self, store: MetadataStore) -> None:
+        self._store = store
+
+    def publish(self, failure: ReplicationFailure) -> None:
+        """Store the failure in place of the ledger's former one."""
+        document = {
+            "attempts": failure.attempts,
+            "reason": failure.reason[:REASON_CHARACTERS_MAX],
+            "worker": failure.worker,
+            "time": failure.at_ms,
+            "retryAt": failure.retry_at_ms,
+        }
+        self._store.put(_failure_path(failure.ledger), json.dumps(document).encode(), None)
+
+    def remove(self, ledger: LedgerId) -> None:
+        """Remove the failure of a ledger that is replicated, if there is one."""
+        delete_if_present(self._store, _failure_path(ledger))
+
+    def list(self, scope_id: int | None = None) -> Iterator[ReplicationFailure]:
+        """Yield the failures of a scope's marked ledgers (None: of all) by ledger id, without unreadable ones."""
+        wanted = [ledger for ledger, _ in _ledgers_in(self._store, _FAILURES, scope_id)]
+        values = self._store.get_many(map(_failure_path, wanted))
+        marks = self._store.get_many(map(mark_path, wanted))
+        for ledger, found, mark in zip(wanted, values, marks, strict=True):
+            failure = None if found is None or mark is None else _parse_failure(ledger, found.value)
+            if failure is not None:
+                yield failure
+
+    def prune(self) -> None:
+        """Remove the failures of ledgers that are not marked any more: a worker of Apache's replicated them."""
+        ledgers = [ledger for ledger, _ in _ledgers_in(self._store, _FAILURES)]
+        for ledger, mark in zip(ledgers, self._store.get_many(map(mark_path, ledgers)), strict=True):
+            if mark is None:
+                self.remove(ledger)
+
+    def get(self, ledger: LedgerId) -> ReplicationFailure | None:
+        """Return the ledger's failure, None without one."""
+        found = self._store.get(_failure_path(ledger))
+        return None if found is None else _parse_failure(ledger, found.value)
+
+
+def _parse_failure(ledger: LedgerId, value: bytes) -> ReplicationFailure | None:
+    try:
+        each = json.loads(value)
+        retry_at_ms = None if each["retryAt"] is None else int(each["retryAt"])
+        return ReplicationFailure(
+            ledger, int(each["attempts"]), str(each["reason"]), str(each["worker"]), int(each["time"]), retry_at_ms
+        )
+    except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _failure_path(ledger: LedgerId) -> str:
+    return f"{base_path(ledger.is_scoped)}/{_FAILURES}/{lock_path(ledger).rpartition('/')[2]}"
+
+
 _DELAY: Final = f"{UNDERREPLICATION}/lostBookieRecoveryDelay"
 _DELAY_S_MAX: Final = (1 << 31) - 1
 _NUMBER: Final = re.compile(rb"[+-]?[0-9]{1,10}")
@@ -431,7 +497,7 @@ class AuditorCheck(Enum):
     REPLICAS = "replicascheckctime"
 
 
-class AutoRecoverySettings(_Part):
+class AutoRecoverySettings(UnderreplicationLayout):
     """The settings of one cluster's auto-recovery."""
 
     def is_enabled(self) -> bool:
@@ -440,7 +506,7 @@ class AutoRecoverySettings(_Part):
 
     def disable(self) -> None:
         """Switch auto-recovery off. Raises AlreadyExists when it is off."""
-        self._layout.prepare()
+        self.prepare()
         if not create_if_missing(self.store, DISABLE, b""):
             raise AlreadyExists("Auto-recovery is disabled already")
 
@@ -465,12 +531,12 @@ class AutoRecoverySettings(_Part):
         """Store the delay, 0 too: the write alone makes auditors start an audit. Raises UsageError."""
         if not 0 <= seconds <= _DELAY_S_MAX:
             raise UsageError(f"A recovery delay of {seconds} s is not between 0 and {_DELAY_S_MAX}")
-        self._layout.prepare()
+        self.prepare()
         self.store.put(_DELAY, b"%d" % seconds, None)
 
     def initialize_lost_bookie_recovery_delay_s(self, seconds: int) -> int:
         """Store the delay where none is stored; return the stored one. Source: initializeLostBookieRecoveryDelay."""
-        self._layout.prepare()
+        self.prepare()
         create_if_missing(self.store, _DELAY, b"%d" % seconds)
         return self.lost_bookie_recovery_delay_s() or 0
 
@@ -504,7 +570,7 @@ class AutoRecoverySettings(_Part):
         """
         from bkctl.formats.data_formats_pb2 import CheckClockFormat
 
-        self._layout.prepare()
+        self.prepare()
         value = CheckClockFormat(ctime=ctime_ms).SerializeToString()
         self.store.put(f"{base_path(scoped)}/{check.value}", value, None)
 
@@ -512,7 +578,7 @@ class AutoRecoverySettings(_Part):
 _VOTE: Final = re.compile("V_(-?[0-9]{9,10})", re.ASCII)
 
 
-class AuditorElection(_Part):
+class AuditorElection(UnderreplicationLayout):
     """The elections of one cluster: one for scope 0, shared with Apache's auditors; with `scoped` ours for the rest."""
 
     def votes(self, *, scoped: bool = False) -> tuple[str | BkctlError, ...]:
@@ -539,10 +605,9 @@ class AuditorElection(_Part):
 
     def vote(self, bookie_id: str, *, scoped: bool = False) -> Claim:
         """Cast a vote for `bookie_id`, which counts until its release or the session's end. Source: createMyVote."""
-        self._layout.prepare()
-        election = _election_path(scoped)
-        create_if_missing(self.store, election, b"")
-        return self.store.claim(f"{election}/V_", _vote_value(bookie_id), numbered=True)
+        self.prepare()
+        create_if_missing(self.store, _election_path(scoped), b"")
+        return self.store.claim(f"{_election_path(scoped)}/V_", _vote_value(bookie_id), numbered=True)
 
     def vote_paths(self, *, scoped: bool = False) -> tuple[str, ...]:
         """Return the paths of the votes in their order: the owner of the first one is the auditor."""
@@ -572,17 +637,14 @@ def _election_path(scoped: bool) -> str:
 
 
 class AutoRecoveryState:
-    """Marks, locks, settings and elections of one cluster; the parts share one check of the layout.
+    """Marks, locks, settings and elections of one cluster.
 
     Source: LedgerUnderreplicationManager, one interface for all of them.
     """
 
     def __init__(self, store: MetadataStore) -> None:
-        layout = UnderreplicationLayout(store)
-        self.marks = LedgerMarks(store, layout)
-        self.locks = LedgerLocks(store, layout)
-        self.settings = AutoRecoverySettings(store, layout)
-        self.election = AuditorElection(store, layout)
+        self.marks, self.locks = LedgerMarks(store), LedgerLocks(store)
+        self.settings, self.election = AutoRecoverySettings(store), AuditorElection(store)
 
     def why_not_audited(self) -> str | None:
         """Return in words that no auditor looks for lost replicas, and since when at the latest; None while one does.

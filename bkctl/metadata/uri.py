@@ -112,7 +112,12 @@ def parse_uri(text: str) -> MetadataUri:
     if kind is not None and driver in _TYPES and kind.lower() not in _TYPES[driver]:
         raise _bad(text, f"{driver} has no ledger manager type {kind!r}")
     if driver == "sqlite":
-        return _parse_sqlite(text, rest)
+        if not rest.startswith("/"):
+            raise _bad(text, "the file must be absolute, as in sqlite:///var/lib/bkctl/metadata.db")
+        if rest.endswith("/"):
+            raise _bad(text, "it names a directory, not a file")
+        # SQLAlchemy's URIs of absolute files have a fourth slash.
+        return MetadataUri("sqlite", "null", (), "/" + rest.lstrip("/"))
     if driver == "zk":
         manager_type = "null" if kind is None else kind.lower()
         if manager_type not in LEDGER_MANAGER_TYPES:
@@ -120,12 +125,10 @@ def parse_uri(text: str) -> MetadataUri:
                 f"Metadata URI {_shown(text)!r} names the ledger manager type {kind!r}, which bkctl does not support",
                 hint=f"it has {', '.join(LEDGER_MANAGER_TYPES)}",
             )
-        authority, path = _split_authority(text, rest)
-        return MetadataUri("zk", manager_type, _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT), path)
+        return MetadataUri("zk", manager_type, *_parse_place(text, rest, ZOOKEEPER_PORT_DEFAULT))
     if driver == "etcd":
         rest, security = _split_security(text, rest)
-        authority, path = _split_authority(text, rest)
-        return MetadataUri("etcd", "null", _parse_hosts(text, authority, ETCD_PORT_DEFAULT), path, security=security)
+        return MetadataUri("etcd", "null", *_parse_place(text, rest, ETCD_PORT_DEFAULT), security=security)
     if driver == "hbase":
         return _parse_hbase(text, rest)
     raise Unsupported(
@@ -142,15 +145,6 @@ def _shown(text: str) -> str:
     return without_user_info(text, "…")
 
 
-def _parse_sqlite(text: str, rest: str) -> MetadataUri:
-    if not rest.startswith("/"):
-        raise _bad(text, "the file must be absolute, as in sqlite:///var/lib/bkctl/metadata.db")
-    if rest.endswith("/"):
-        raise _bad(text, "it names a directory, not a file")
-    # SQLAlchemy's URIs of absolute files have a fourth slash.
-    return MetadataUri("sqlite", "null", (), "/" + rest.lstrip("/"))
-
-
 def _parse_hbase(text: str, rest: str) -> MetadataUri:
     rest, question, query = rest.partition("?")
     name, _, znode = query.partition("=")
@@ -160,10 +154,11 @@ def _parse_hbase(text: str, rest: str) -> MetadataUri:
     if not znode.startswith("/") or any(part in ("", ".", "..") for part in znode[1:].split("/")):
         raise _bad(text, "znode is the path of HBase's nodes in ZooKeeper, as in ?znode=/hbase")
     authority, slash, path = rest.partition("/")
-    authority, path = _split_authority(text, rest if slash else authority + HBASE_PREFIX_DEFAULT)
+    place = rest if slash else authority + HBASE_PREFIX_DEFAULT
+    hosts, path = _parse_place(text, place, ZOOKEEPER_PORT_DEFAULT)
     if not _TABLE_PREFIX.fullmatch(path):
         raise _bad(text, "its path is not a prefix of HBase's table names: letters, digits, '_', '.' and '-'")
-    return MetadataUri("hbase", "null", _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT), path, znode=znode)
+    return MetadataUri("hbase", "null", hosts, path, znode=znode)
 
 
 def _split_security(text: str, rest: str) -> tuple[str, StoreSecurity | None]:
@@ -194,24 +189,18 @@ def _split_security(text: str, rest: str) -> tuple[str, StoreSecurity | None]:
     return hosts + slash + path, security
 
 
-def _split_authority(text: str, rest: str) -> tuple[str, str]:
+def _parse_place(text: str, rest: str, port_default: int) -> tuple[tuple[tuple[str, int], ...], str]:
+    """Return the hosts and the path behind a scheme."""
     if "?" in rest or "#" in rest:
         raise _bad(text, "a query or fragment has no meaning in it")
     authority, slash, path = rest.partition("/")
     if "@" in authority:
         raise _bad(text, "a user name has no meaning in it; it is given beside it")
-    path = slash + path
-    if not path:
-        return authority, ROOT_PATH_DEFAULT
-    path = path.rstrip("/")
+    path = (slash + path).rstrip("/") if slash else ROOT_PATH_DEFAULT
     if not path:
         raise _bad(text, "the ledgers root path is empty")
     if any(part in ("", ".", "..") for part in path[1:].split("/")):
         raise _bad(text, "the ledgers root path has an empty, '.' or '..' part")
-    return authority, path
-
-
-def _parse_hosts(text: str, authority: str, port_default: int) -> tuple[tuple[str, int], ...]:
     hosts = []
     for item in re.split("[;,]", authority):
         if not item:
@@ -224,7 +213,7 @@ def _parse_hosts(text: str, authority: str, port_default: int) -> tuple[tuple[st
         if not _PORT.fullmatch(port_text) or not 0 < int(port_text) <= 65535:
             raise _bad(text, f"{port_text!r} is not a port")
         hosts.append((host, int(port_text)))
-    return tuple(hosts)
+    return tuple(hosts), path
 
 
 def _parse_pulsar(text: str) -> MetadataUri:
@@ -239,6 +228,5 @@ def _parse_pulsar(text: str) -> MetadataUri:
     authority, slash, _ = rest.partition("/")
     if slash and not rest[len(authority) :].strip("/"):
         rest = authority
-    authority, path = _split_authority(text, rest)
-    hosts = _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT)
+    hosts, path = _parse_place(text, rest, ZOOKEEPER_PORT_DEFAULT)
     return MetadataUri("zk", "null", hosts, path if "/" in rest else "/", pulsar=True)

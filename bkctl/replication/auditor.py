@@ -23,8 +23,13 @@ from typing import TYPE_CHECKING, Final
 from bkctl.client.ledger_survey import LedgerSurvey
 from bkctl.client.placement import Adherence
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
-from bkctl.metadata.replication_failures import ReplicationFailures
-from bkctl.metadata.underreplication import AuditorCheck, AuditorElection, AutoRecoverySettings, AutoRecoveryState
+from bkctl.metadata.underreplication import (
+    AuditorCheck,
+    AuditorElection,
+    AutoRecoverySettings,
+    AutoRecoveryState,
+    ReplicationFailures,
+)
 from bkctl.replication.checker import IN_FLIGHT_COUNT_MAX, LedgerChecker
 from bkctl.replication.marking import STEP_COUNT, LostBookies, audit_bookies, available_bookies, ledgers_of
 from bkctl.replication.signals import Signal, opened, watching

@@ -31,8 +31,12 @@ from bkctl.errors import (
     NotFound,
     Unreachable,
 )
-from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationFailures
-from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
+from bkctl.metadata.underreplication import (
+    AutoRecoveryState,
+    ReplicationFailure,
+    ReplicationFailures,
+    UnderreplicatedLedger,
+)
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck
 from bkctl.replication.fragments import LedgerFragment

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.disk import make_private_directory
-from bkctl.metadata.backends.processes import may_live, process_identity, process_start
+from bkctl.metadata.backends.sessions import may_live, process_identity, process_start
 
 from .audit import state_directory, without_secrets
 

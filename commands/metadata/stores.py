@@ -17,10 +17,12 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.formats.metadata import LedgerLayout
 from bkctl.ids import LedgerId, check_bookie_id, random_u64
 from bkctl.metadata.admin.check import check_metadata, orphans, remove_orphans
-from bkctl.metadata.admin.dump.export_file import DumpHeader, DumpSource, ExportFile
 from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan, import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import (
     ClusterSource,
+    DumpHeader,
+    DumpSource,
+    ExportFile,
     compare,
     compare_headers,
     export_to_file,

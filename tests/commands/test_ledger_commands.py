@@ -646,7 +646,7 @@ def test_an_interrupted_backup_leaves_no_file(
 
 
 def test_a_backup_is_an_export_that_import_takes(cli: Cli, three: list[str], tmp_path: Path) -> None:
-    from bkctl.metadata.admin.dump.export_file import ExportFile
+    from bkctl.metadata.admin.dump.sources import ExportFile
 
     (tmp_path / "backups").mkdir()
     for target in (tmp_path / "backup", tmp_path / "backups"):

@@ -16,9 +16,16 @@ from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.metadata.admin.dump.export_file import DumpRecord, ExportFile
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
-from bkctl.metadata.admin.dump.sources import ClusterSource, Difference, compare, export_to_file, write_export
+from bkctl.metadata.admin.dump.sources import (
+    ClusterSource,
+    Difference,
+    DumpRecord,
+    ExportFile,
+    compare,
+    export_to_file,
+    write_export,
+)
 from bkctl.metadata.admin.nuke import nuke, plan_nuke
 from bkctl.metadata.backends.etcd.etcd_store import EtcdLedgerManager
 from bkctl.metadata.cluster import Cluster, init_cluster, new_layout, open_cluster

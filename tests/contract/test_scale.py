@@ -25,9 +25,8 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.check import check_metadata
-from bkctl.metadata.admin.dump.export_file import ExportFile
 from bkctl.metadata.admin.dump.importing import import_records
-from bkctl.metadata.admin.dump.sources import ClusterSource, compare, export_to_file
+from bkctl.metadata.admin.dump.sources import ClusterSource, ExportFile, compare, export_to_file
 from bkctl.metadata.admin.health import health_findings
 from bkctl.metadata.admin.overview import LedgerQuery, count_ledgers_of_bookies, list_ledgers
 from bkctl.metadata.backends.hbase.hbase_store import HBaseStore

@@ -29,8 +29,7 @@ from bkctl.http.bookie_load import read_vitals
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import FIRST_AUDIT_MS
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication_failures import ReplicationFailures
-from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
+from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState, ReplicationFailures
 
 SETTINGS = {"httpServerEnabled": "true", "httpServerPort": 0, "autoRecoveryDaemonEnabled": "true", "zkTimeout": 3000}
 AHEAD_CLOCK = """

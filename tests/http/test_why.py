@@ -15,8 +15,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationFailures
-from bkctl.metadata.underreplication import LedgerMarks
+from bkctl.metadata.underreplication import LedgerMarks, ReplicationFailure, ReplicationFailures
 
 ODD = "b1;ls>[x]"
 TOPIC = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 from support.servers import EtcdServer
 
 from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo
-from bkctl.metadata.backends.etcd.requests import put_key
+from bkctl.metadata.backends.etcd.etcd_store import put_key
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.pulsar_nodes import PulsarNodes, TopicNode, schema_of
 

@@ -7,6 +7,7 @@ ephemerals of a session outlive a dead process until the session is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from simulation.runtime import EPOCH_S, Process, World
@@ -257,9 +258,23 @@ class Session(MetadataStore):
             if place in self.tree.nodes:
                 raise AlreadyExists(f"{place} is another's")
             self.tree.set(place, value, self)
-            return _Claim(self, place, self.tree.nodes[place])
+            return Claim(self, place, self.tree.nodes[place])
 
         return self._call(call)
+
+    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
+        return [self._call(partial(self._is_held, claim)) for claim in claims]
+
+    def _is_held(self, claim: Claim) -> bool:
+        return self.tree.nodes.get(claim.path) is claim.mark
+
+    def release_many(self, claims: Sequence[Claim]) -> None:
+        def call(claim: Claim) -> None:
+            if self._is_held(claim):
+                self.tree.remove(claim.path)
+
+        for claim in claims:
+            self._call(partial(call, claim))
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         entry: Any = (path, children, self, callback)
@@ -276,20 +291,3 @@ class Session(MetadataStore):
             self.is_closed = True
             self.tree.watches = [each for each in self.tree.watches if each[2] is not self]
             self.tree.expire(self)
-
-
-class _Claim(Claim):
-    def __init__(self, session: Session, path: str, node: _Node) -> None:
-        self.path = path
-        self._session = session
-        self._node = node
-
-    def is_held(self) -> bool:
-        return self._session._call(lambda: self._session.tree.nodes.get(self.path) is self._node)
-
-    def release(self) -> None:
-        def call() -> None:
-            if self._session.tree.nodes.get(self.path) is self._node:
-                self._session.tree.remove(self.path)
-
-        self._session._call(call)

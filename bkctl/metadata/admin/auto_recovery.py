@@ -11,12 +11,13 @@ from bkctl.errors import BkctlError, Corrupt, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.pulsar_topics import owner_text
-from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationFailures
 from bkctl.metadata.store import Versioned, attempt
 from bkctl.metadata.underreplication import (
     AuditorCheck,
     AutoRecoveryState,
     MarkChange,
+    ReplicationFailure,
+    ReplicationFailures,
     UnderreplicatedLedger,
     mark_path,
     parse_mark,

@@ -12,6 +12,7 @@ from bkctl.errors import BkctlError, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, is_bookie_id
 from bkctl.metadata.admin.nuke import CLUSTER_NODE
+from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import LEDGERS, SCOPES, VersionedMetadata
 from bkctl.metadata.store import MetadataStore, attempt, names_in
@@ -233,12 +234,5 @@ def _leaves_first(store: MetadataStore, path: str, depth: int = 0) -> Iterator[s
 
 
 def _count(store: MetadataStore, path: str) -> int:
-    count = 1
-    level = [path]
-    for _ in range(_DEPTH_MAX):
-        names = zip(level, store.children_many(level), strict=True)
-        level = [f"{place}/{name}" for place, found in names for name in found or ()]
-        count += len(level)
-        if not level:
-            break
-    return count
+    found = attempt(lambda: sum(1 for _ in walk(store, path)))
+    return 1 if isinstance(found, BkctlError) else found  # It was deleted meanwhile.

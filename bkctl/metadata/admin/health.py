@@ -9,16 +9,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import groupby, islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from bkctl.errors import BkctlError, Conflict, MetadataVersionConflict, NotFound
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.pulsar_topics import with_topics
-from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.store import NEW, attempt, create_if_missing, delete_if_present
-from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, AuditorElection, AutoRecoveryState
+from bkctl.metadata.underreplication import (
+    UNDERREPLICATION,
+    AuditorCheck,
+    AuditorElection,
+    AutoRecoveryState,
+    ReplicationFailures,
+)
+
+T = TypeVar("T")
 
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
@@ -415,37 +422,32 @@ class HealthMutes:
         now_ms = _now_ms()
         until_ms = None if duration_s is None else now_ms + round(1000 * duration_s)
         mute = Mute(code.value, now_ms, until_ms, user)
-        self._change(lambda mutes: {**mutes, mute.code: mute})
+        self._change(lambda mutes: mutes.update({mute.code: mute}))
         return mute
 
     def unmute(self, code: HealthCode) -> Mute:
         """End the mute of a code, and return it. Raises NotFound for a code that is not muted."""
-        ended: list[Mute] = []
 
-        def without(mutes: dict[str, Mute]) -> dict[str, Mute]:
+        def end(mutes: dict[str, Mute]) -> Mute:
             if code.value not in mutes:
                 raise NotFound(f"{code.value} is not muted", hint="'bkctl cluster health mutes' lists the mutes")
-            ended[:] = [mutes.pop(code.value)]
-            return mutes
+            return mutes.pop(code.value)
 
-        self._change(without)
-        return ended[0]
+        return self._change(end)
 
-    def _change(self, change: Callable[[dict[str, Mute]], dict[str, Mute]]) -> None:
+    def _change(self, change: Callable[[dict[str, Mute]], T]) -> T:
         for _ in range(_MUTE_ATTEMPTS):
             found = self._store.get(MUTES)
             mutes = {} if found is None else {mute.code: mute for mute in self._parse(found.value)}
-            value = json.dumps(
-                {
-                    mute.code: {"since": mute.since_ms, "until": mute.until_ms, "user": mute.user}
-                    for mute in change(mutes).values()
-                }
-            )
+            result = change(mutes)
+            shown = {
+                code: {"since": since, "until": until, "user": user} for code, since, until, user in mutes.values()
+            }
             try:
-                self._store.put(MUTES, value.encode(), NEW if found is None else found.version)
+                self._store.put(MUTES, json.dumps(shown).encode(), NEW if found is None else found.version)
             except (Conflict, NotFound):  # Another command changed the mutes.
                 continue
-            return
+            return result
         raise MetadataVersionConflict(f"{MUTES} in {self._store.name} changes all the time", hint="try again")
 
     @staticmethod

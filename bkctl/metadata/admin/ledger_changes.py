@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, MetadataVersionConflict, Unreachable
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import value_of
+from bkctl.metadata.store import map_ahead, value_of
 from bkctl.pace import Pace
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from bkctl.metadata.ledgers import VersionedMetadata
 
 CONCURRENCY: Final = 16
@@ -114,26 +111,18 @@ def remove_ledgers(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    under_way: deque[Future[Removal]] = deque()
     failure: BkctlError | None = None
 
-    def next_done() -> Iterator[Removal]:
-        nonlocal failure
-        done = under_way.popleft().result()
-        if failure is None and (not keep_going or isinstance(done.error, Unreachable)):
-            failure = done.error
-        if done.error is None or keep_going:
-            yield done
+    def remove(read: tuple[LedgerId, VersionedMetadata | BkctlError]) -> Removal:
+        return _remove(cluster, *read, states, keep_missing)
 
+    read = takewhile(lambda _: failure is None, _read(cluster, ids, pace))
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
-        for ledger, found in _read(cluster, ids, pace):
-            under_way.append(executor.submit(_remove, cluster, ledger, found, states, keep_missing))
-            if len(under_way) >= CONCURRENCY or (pace.steps_per_s is not None and under_way[0].done()):
-                yield from next_done()
-            if failure is not None:
-                break
-        while under_way:
-            yield from next_done()
+        for done in map_ahead(executor, remove, read, CONCURRENCY):
+            if failure is None and (not keep_going or isinstance(done.error, Unreachable)):
+                failure = done.error
+            if done.error is None or keep_going:
+                yield done
     if failure is not None:
         raise failure
 

@@ -9,16 +9,14 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.errors import Conflict, NotFound
 from bkctl.ids import is_bookie_id
+from bkctl.metadata.admin.overview import scope_counts
 from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
-from bkctl.metadata.store import MetadataStore, delete_if_present, names_in
-
-if TYPE_CHECKING:
-    from concurrent.futures import Executor
+from bkctl.metadata.store import delete_if_present, names_in
 
 #: Names of a cluster's nodes in its root: Apache's, ours, and the directories of every layout's ledgers.
 CLUSTER_NODE: Final = re.compile(
@@ -53,19 +51,13 @@ def plan_nuke(cluster: Cluster) -> NukePlan:
     Raises Conflict while bookies are registered, or for foreign nodes in the root; NotFound without a cluster.
     """
     names = _refuse(cluster)
-    ledger_count = scope_count = 0
-    last_scope_id = 0
     # An interrupted nuke left nothing below the nodes that it removed.
     has_ledgers = LEDGERS in names or not isinstance(cluster.ledgers, QualifiedNameLedgerManager)
-    for ledger in cluster.ledgers.ledgers(None) if has_ledgers else ():
-        ledger_count += 1
-        if ledger.scope_id != last_scope_id:
-            last_scope_id = ledger.scope_id
-            scope_count += 1
+    counts = list(scope_counts(cluster)) if has_ledgers else []
     return NukePlan(
         cluster.instance_id(),
-        ledger_count,
-        scope_count,
+        sum(row.ledger_count for row in counts),
+        sum(row.scope_id != 0 for row in counts),
         len(cluster.cookies.list()) if COOKIES in names else 0,
         cluster.ledgers.scopes_state() == "foreign",
     )
@@ -103,38 +95,32 @@ def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) 
     names = _refuse(cluster)
     # A second run recognises the cluster by its instance id.
     last = [cluster.places.layout.partition("/")[0], cluster.places.instance_id.partition("/")[0]]
-    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="nuke") as executor:
-        remover = _Remover(cluster.store, executor, progress)
-        for name in [name for name in names if name not in last] + [name for name in last if name in names]:
-            remover.remove(name)
-    with suppress(NotFound):
-        cluster.store.delete_root()
-    return remover.count
+    count = 0
 
+    def delete(*paths: str) -> None:
+        nonlocal count
+        count += sum(executor.map(partial(delete_if_present, cluster.store), paths))
+        progress(count)
 
-class _Remover:
-    def __init__(self, store: MetadataStore, executor: Executor, progress: Callable[[int], None]) -> None:
-        self._store, self._executor, self._progress = store, executor, progress
-        self.count = 0
-
-    def remove(self, path: str, depth: int = 0) -> None:
+    def remove(path: str, depth: int = 0) -> None:
         """Remove the node and all nodes below it."""
-        names = self._store.children(path) if depth < _DEPTH_MAX else None
-        for at in range(0, len(names or ()), _BATCH_SIZE):
-            below = [f"{path}/{name}" for name in (names or ())[at : at + _BATCH_SIZE]]
-            leaves = []
-            for child, found in zip(below, self._store.children_many(below), strict=True):
+        below = [f"{path}/{name}" for name in (cluster.store.children(path) or () if depth < _DEPTH_MAX else ())]
+        for at in range(0, len(below), _BATCH_SIZE):
+            batch, leaves = below[at : at + _BATCH_SIZE], []
+            for child, found in zip(batch, cluster.store.children_many(batch), strict=True):
                 if found:
-                    self.remove(child, depth + 1)
+                    remove(child, depth + 1)
                 else:
                     leaves.append(child)
-            self.delete(*leaves)
-        self.delete(path)
+            delete(*leaves)
+        delete(path)
 
-    def delete(self, *paths: str) -> None:
-        """Delete nodes that have no children."""
-        self.count += sum(self._executor.map(partial(delete_if_present, self._store), paths))
-        self._progress(self.count)
+    with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="nuke") as executor:
+        for name in [name for name in names if name not in last] + [name for name in last if name in names]:
+            remove(name)
+    with suppress(NotFound):
+        cluster.store.delete_root()
+    return count
 
 
 def _shorten(names: list[str]) -> str:

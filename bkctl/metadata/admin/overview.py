@@ -8,18 +8,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
+from bkctl.errors import BkctlError, LedgerNotFound, NotFound
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_rows
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.pulsar_topics import TopicFilter
-from bkctl.metadata.store import MetadataStore, Versioned
+from bkctl.metadata.store import MetadataStore, Versioned, attempt
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
 TREE_DEPTH_MAX: Final = 64
@@ -60,17 +60,10 @@ def cluster_info(cluster: Cluster) -> ClusterInfo:
         read_only_count=states["ro"],
         down_count=states["down"],
         scopes_count=sum(bookie.ledger_scopes for bookie in bookies),
-        auditor_id=_auditor(store),
+        auditor_id=None if isinstance(auditor := attempt(AuditorElection(store).auditor), BkctlError) else auditor,
         underreplicated=LedgerMarks(store).has_marks(),
         replication_enabled=AutoRecoverySettings(store).is_enabled(),
     )
-
-
-def _auditor(store: MetadataStore) -> str | None:
-    try:
-        return AuditorElection(store).auditor()
-    except Corrupt:
-        return None
 
 
 class Node(NamedTuple):
@@ -98,19 +91,15 @@ def walk(store: MetadataStore, path: str = "", *, depth: int | None = None) -> I
     found = store.get(path)
     if found is None:
         raise NotFound(f"No node {path!r} in {store.name}", hint="'bkctl metadata tree' lists the nodes")
-    yield Node(path, (), found)
-    yield from _walk_below(store, path, (), TREE_DEPTH_MAX if depth is None else depth)
+    yield from _walk_from(store, Node(path, (), found), TREE_DEPTH_MAX if depth is None else depth)
 
 
-def _walk_below(store: MetadataStore, path: str, lasts: tuple[bool, ...], depth: int) -> Iterator[Node]:
-    if depth < 1:
-        return
-    names = store.children(path) or []
-    paths = [f"{path}/{name}" if path else name for name in names]
-    for index, (below, found) in enumerate(zip(paths, store.get_many(paths), strict=True)):
-        node = Node(below, (*lasts, index == len(paths) - 1), found)
-        yield node
-        yield from _walk_below(store, below, node.lasts, depth - 1)
+def _walk_from(store: MetadataStore, node: Node, depth: int) -> Iterator[Node]:
+    yield node
+    names = store.children(node.path) or [] if depth else []
+    paths = [f"{node.path}/{name}" if node.path else name for name in names]
+    for index, (path, found) in enumerate(zip(paths, store.get_many(paths), strict=True), 1):
+        yield from _walk_from(store, Node(path, (*node.lasts, index == len(paths)), found), depth - 1)
 
 
 class SubtreeTotal(NamedTuple):
@@ -133,8 +122,7 @@ def subtree_totals(
     Memory: the nodes down to `depth`. `progress` gets the number of nodes read so far. Raises as `walk`.
     """
     totals: list[SubtreeTotal] = []
-    #: Places in `totals` of the last node and its ancestors, by level.
-    above: list[int] = []
+    above: list[int] = []  # places in `totals` of the last node and its ancestors, by level
     for number, node in enumerate(walk(store, path), 1):
         progress(number)
         level = len(node.lasts)
@@ -232,11 +220,12 @@ class LedgerListing:
     cluster: Cluster
     scope_id: int | None
     query: LedgerQuery
-    after: LedgerId | None = field(default=None, kw_only=True)
-    limit: int | None = field(default=None, kw_only=True)
-    skip: Callable[[BkctlError], None] | None = field(default=None, kw_only=True)
-    progress: Callable[[int], None] = field(default=lambda _: None, kw_only=True)
-    found: Callable[[int], None] = field(default=lambda _: None, kw_only=True)
+    _: KW_ONLY
+    after: LedgerId | None = None
+    limit: int | None = None
+    skip: Callable[[BkctlError], None] | None = None
+    progress: Callable[[int], None] = lambda _: None
+    found: Callable[[int], None] = lambda _: None
     found_count: int = field(default=0, init=False)
     #: Ledgers whose metadata could not be read → the error.
     unreadable: dict[LedgerId, str] = field(default_factory=dict, init=False)
@@ -332,23 +321,14 @@ class BookieLedgers(NamedTuple):
     open_count: int
 
 
-def count_ledgers_of_bookies(
-    cluster: Cluster,
-    limit: int | None,
-    *,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Counter[str] | None:
+def count_ledgers_of_bookies(cluster: Cluster, limit: int | None) -> Counter[str] | None:
     """Count the ledgers of every scope on each bookie; None if there are more than `limit` ledgers.
 
-    Ledgers with unreadable metadata do not count: `metadata check` finds them. `progress` gets
-    the number of ledgers read.
+    Ledgers with unreadable metadata do not count: `metadata check` finds them.
     """
-    counts = Counter[str]()
     if limit is not None and len(list(islice(cluster.ledgers.ledgers(None), limit + 1))) > limit:
         return None
-    for _, found in list_ledgers(cluster, None, unreadable=lambda *_: None, progress=progress):
-        counts.update({bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies})
-    return counts
+    return _holdings(list_ledgers(cluster, None, unreadable=lambda *_: None))[0]
 
 
 def ledgers_of_bookies(cluster: Cluster, bookie_ids: Collection[str]) -> dict[str, BookieLedgers]:
@@ -356,10 +336,15 @@ def ledgers_of_bookies(cluster: Cluster, bookie_ids: Collection[str]) -> dict[st
 
     Raises the error of unreadable metadata.
     """
-    ledgers, growing = Counter[str](), Counter[str]()
-    for _, found in list_ledgers(cluster, None):
-        metadata = found.metadata
-        ledgers.update({bookie_id for fragment in metadata.ensembles for bookie_id in fragment.bookies})
-        if metadata.state is not LedgerState.CLOSED:
-            growing.update(set(metadata.last_fragment.bookies))
+    ledgers, growing = _holdings(list_ledgers(cluster, None))
     return {bookie_id: BookieLedgers(ledgers[bookie_id], growing[bookie_id]) for bookie_id in bookie_ids}
+
+
+def _holdings(found: Iterable[tuple[LedgerId, VersionedMetadata]]) -> tuple[Counter[str], Counter[str]]:
+    """Count ledgers by the bookies in their ensembles, and unclosed ones by those in their last ensembles."""
+    ledgers, growing = Counter[str](), Counter[str]()
+    for _, (metadata, _, _) in found:
+        ledgers.update({bookie_id for fragment in metadata.ensembles for bookie_id in fragment.bookies})
+        if metadata.state is not LedgerState.CLOSED and metadata.ensembles:
+            growing.update(set(metadata.last_fragment.bookies))
+    return ledgers, growing

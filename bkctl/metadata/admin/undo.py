@@ -26,7 +26,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise, tee
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -206,13 +206,18 @@ class _RecordedStore:
         for path, _, after in given:
             self._undo.record(path, before[path], after)
 
-    def put(self, path: str, value: bytes, expected: int | None) -> int:
-        self._record([(path, expected, value)])
+    @contextmanager
+    def _recorded(self, path: str, expected: int | None, after: bytes | None) -> Iterator[None]:
+        self._record([(path, expected, after)])
         try:
-            return self._store.put(path, value, expected)
+            yield
         except (Conflict, NotFound, Unauthorized) as error:
             self._refused(path, expected, error)
             raise
+
+    def put(self, path: str, value: bytes, expected: int | None) -> int:
+        with self._recorded(path, expected, value):
+            return self._store.put(path, value, expected)
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         self._record((path, expected, value) for path, value, expected in nodes)
@@ -223,12 +228,8 @@ class _RecordedStore:
         return results
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
-        self._record([(path, expected, None)])
-        try:
+        with self._recorded(path, expected, None):
             self._store.delete(path, expected, prune=prune)
-        except (Conflict, NotFound, Unauthorized) as error:
-            self._refused(path, expected, error)
-            raise
 
     def _refused(self, path: str, expected: int | None, error: BkctlError) -> None:
         if _is_shared(path, expected):
@@ -420,10 +421,7 @@ def _ledger_at(cluster: Cluster, place: str) -> LedgerId | None:
 def _undo_node(
     store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool, is_moved: IsMoved
 ) -> UndoneChange:
-    name = fields.get("path")
-    if not isinstance(name, str) or not name:
-        raise Corrupt(f"{where} names no node")
-    before, after = (_decode(fields, key, where) for key in ("before", "after"))
+    name, before, after = _change_in(fields, "path", where)
     place = check_path(name)
     found = store.get(place)
     outcome = _outcome(None if found is None else found.value, before, after)
@@ -444,15 +442,12 @@ def _undo_node(
 
 
 def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile | None) -> UndoneChange:
-    name = fields.get("file")
-    if not isinstance(name, str) or not os.path.isabs(name):
-        raise Corrupt(f"{where} names no file")
-    before, after = (_decode(fields, key, where) for key in ("before", "after"))
-    if os.path.basename(name) != COOKIE_NAME:
+    name, before, after = _change_in(fields, "file", where)
+    file = Path(name)
+    if file.name != COOKIE_NAME:
         for value in (before, after):
             if value is not None:  # who edits an undo file must not have other files written
                 Cookie.parse(value, f"{where}: {name}")
-    file = Path(name)
     try:
         outcome = _outcome(_content(file), before, after)
     except ValueError as error:  # a character that no name has
@@ -467,6 +462,14 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
         else:
             Files().replace(file, before)
     return UndoneChange(name, outcome, None if before is None else len(before))
+
+
+def _change_in(fields: dict[str, Any], kind: str, where: str) -> tuple[str, bytes | None, bytes | None]:
+    """Return the name, the value before and the value after of a change of a "path" or a "file". Raises Corrupt."""
+    name = fields.get(kind)
+    if not isinstance(name, str) or not name or (kind == "file" and not os.path.isabs(name)):
+        raise Corrupt(f"{where} names no {'node' if kind == 'path' else 'file'}")
+    return name, _decode(fields, "before", where), _decode(fields, "after", where)
 
 
 def _outcome(value: bytes | None, before: bytes | None, after: bytes | None) -> str:

@@ -1,81 +1,71 @@
-"""Parts of sessions that the stores share: ephemerals that outlive one, and watches of stores without events."""
+"""Parts of sessions that the stores share: ephemerals that outlive one, watches of stores without events, processes."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from bkctl.errors import AlreadyExists, BkctlError, NotFound
+from bkctl.metadata.store import MetadataStore, check_size
 
 _POLL_S: Final = 0.1
 
 
-class Ephemerals:
-    """The ephemerals of one store, remembered while they are held, and created again in the next session.
+class SessionStore(MetadataStore):
+    """A store that remembers its ephemerals while they are held, and creates them again in the next session."""
 
-    `put(path, value)` creates or updates one (value None: neither) and returns False when another session owns the
-    node; `delete(path)` deletes a node. `expiry_s(path)` is the time after which the session of a dead owner is over.
-    `keep` starts the thread that keeps the session.
-    """
-
-    def __init__(
-        self,
-        put: Callable[[str, bytes | None], bool],
-        delete: Callable[[str], None],
-        expiry_s: Callable[[str], float],
-        keep: Callable[[], None],
-    ) -> None:
-        self._put, self._delete, self._expiry_s, self._keep = put, delete, expiry_s, keep
-        self._values: dict[str, bytes] = {}
+    def __init__(self) -> None:
+        self._held: dict[str, bytes] = {}
         #: Path → time (monotonic clock) since which another owner holds it.
         self._usurped_since_s: dict[str, float] = {}
-        self._lock = threading.Lock()
 
-    def hold(self, path: str, value: bytes | None, wait_s: float | None, name: str) -> None:
-        """See MetadataStore.ephemeral; `name` is the store's."""
-        began_s = time.monotonic()
-        is_new = path not in self._values
+    @abstractmethod
+    def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
+        """Create or update our ephemeral (None: neither); return False when another session owns the node."""
+
+    @abstractmethod
+    def _expiry_s(self, path: str) -> float:
+        """Return the time after which the session of a dead owner of the node is over."""
+
+    @abstractmethod
+    def _keep_session(self) -> None:
+        """Start the thread that keeps the session, unless it runs."""
+
+    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+        check_size(path, value or b"")
+        began_s, is_new = time.monotonic(), path not in self._held
         if value is not None:
-            with self._lock:
-                self._values[path] = value
+            self._held[path] = value
         try:
-            while not self._put(path, value):
+            while not self._put_ephemeral(path, value):
                 if wait_s is None:
                     wait_s = self._expiry_s(path)
                 if time.monotonic() - began_s >= wait_s:
-                    raise AlreadyExists(f"{path} is held by another session in {name}")
+                    raise AlreadyExists(f"{path} is held by another session in {self.name}")
                 time.sleep(_POLL_S)
         except BaseException:
             if is_new:
-                self.forget(path)
+                self._held.pop(path, None)
             raise
-        self._keep()
+        self._keep_session()
 
-    def forget(self, path: str) -> None:
-        """Do not create the ephemeral at `path` again."""
-        with self._lock:
-            self._values.pop(path, None)
-
-    def clear(self) -> None:
-        """Do not create any ephemeral again."""
-        with self._lock:
-            self._values.clear()
-
-    def restore(self) -> bool:
+    def _restore_ephemerals(self) -> bool:
         """Create every ephemeral in a new session; return False when some need another attempt."""
         done = True
-        for path, value in list(self._values.items()):
+        for path, value in list(self._held.items()):
             try:
-                if self._put(path, value):
+                if self._put_ephemeral(path, value):
                     self._usurped_since_s.pop(path, None)
                 else:
                     self._usurped_since_s.setdefault(path, time.monotonic())
                     done = False
-                if path not in self._values:  # Deleted meanwhile: it must not come back.
-                    self._delete(path)
+                if path not in self._held:  # Deleted meanwhile: it must not come back.
+                    self.delete(path)
             except NotFound:
                 continue
             except BkctlError:
@@ -83,7 +73,6 @@ class Ephemerals:
         return done
 
     def usurped_s(self, path: str) -> float:
-        """See MetadataStore.usurped_s."""
         since_s = self._usurped_since_s.get(path)
         return 0.0 if since_s is None else max(time.monotonic() - since_s, 0.001)
 
@@ -103,7 +92,7 @@ class PolledWatches:
 
     def __init__(self, states: Callable[[list[PolledWatch]], Iterable[object]]) -> None:
         self._states = states
-        self._watches: dict[int, PolledWatch] = {}
+        self._watches: dict[PolledWatch, None] = {}  # in their order
 
     def __len__(self) -> int:
         return len(self._watches)
@@ -112,19 +101,15 @@ class PolledWatches:
         """See MetadataStore.watch."""
         watch = PolledWatch(path, children, callback)
         (watch.seen,) = self._states([watch])
-        self._watches[id(watch)] = watch
-
-        def cancel() -> None:
-            self._watches.pop(id(watch), None)
-
-        return cancel
+        self._watches[watch] = None
+        return lambda: self._watches.pop(watch, None)
 
     def poll(self) -> bool:
         """Call the callbacks of changed nodes; return False when one failed, and must be called again."""
         done = True
-        watches = list(self._watches.values())
+        watches = list(self._watches)
         for watch, state in zip(watches, self._states(watches), strict=True):
-            if state == watch.seen or id(watch) not in self._watches:
+            if state == watch.seen or watch not in self._watches:
                 continue
             try:
                 watch.callback()
@@ -136,3 +121,38 @@ class PolledWatches:
     def clear(self) -> None:
         """End every watch."""
         self._watches.clear()
+
+
+def process_identity() -> tuple[int, str, str, str]:
+    """Return this process's id, start time, id namespace and boot id; "" where the system does not tell."""
+    pid = os.getpid()
+    namespace = boot_id = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot_id = file.read().strip()
+    return pid, process_start(pid) or "", namespace, boot_id
+
+
+def process_start(pid: int) -> str | None:
+    """Return the start of process `pid` in ticks since boot; "" when it ended, None when the system does not tell.
+
+    Source: proc(5), stat.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
+
+
+def may_live(pid: int) -> bool:
+    """Return whether process `pid` may exist: `hidepid` hides the processes of other users from /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

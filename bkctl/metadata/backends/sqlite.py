@@ -34,9 +34,15 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.metadata.backends.processes import may_live, process_identity, process_start
-from bkctl.metadata.backends.sessions import Ephemerals, PolledWatch, PolledWatches
-from bkctl.metadata.store import NEW, RACKS, Claim, MetadataStore, Versioned, attempt, check_path, check_size
+from bkctl.metadata.backends.sessions import (
+    PolledWatch,
+    PolledWatches,
+    SessionStore,
+    may_live,
+    process_identity,
+    process_start,
+)
+from bkctl.metadata.store import NEW, RACKS, Claim, Versioned, attempt, check_path, check_size
 
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
@@ -75,7 +81,7 @@ class _SqliteFile:
         self.name = f"metadata store {file}"
         self.timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = threading.Event()
         if create:
             directory = os.path.dirname(file)
             if not os.path.isdir(directory):
@@ -160,7 +166,7 @@ class _SqliteFile:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._errors():
-            if self._closed:
+            if self._closed.is_set():
                 raise Unreachable(f"{self.name} is closed")
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -173,7 +179,7 @@ class _SqliteFile:
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock, self._errors():
-            if self._closed:
+            if self._closed.is_set():
                 raise Unreachable(f"{self.name} is closed")
             return self._connection.execute(query, values).fetchall()
 
@@ -182,7 +188,7 @@ class _SqliteFile:
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
 
-class SqliteStore(_SqliteFile, MetadataStore):
+class SqliteStore(_SqliteFile, SessionStore):
     """`MetadataStore` on the SQLite file `file`.
 
     With `create`, a missing file and its tables are created. Raises NotFound for a missing file (with `create`: a
@@ -190,17 +196,14 @@ class SqliteStore(_SqliteFile, MetadataStore):
     """
 
     def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
+        SessionStore.__init__(self)
         self._session: int | None = None
-        self.ephemerals = Ephemerals(
-            self._put_ephemeral, self.delete, lambda _: SESSION_EXPIRY_MS / 1000, self._start_thread
-        )
         #: Some ephemerals were lost, and must be created again.
         self._has_lost = False
         self._watches = PolledWatches(self._states)
         self._sessions_checked_at = float("-inf")
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
-        super().__init__(file, timeout_s, create=create)
+        _SqliteFile.__init__(self, file, timeout_s, create=create)
 
     def get(self, path: str) -> Versioned[bytes] | None:
         return next(self.get_many((path,)))
@@ -258,7 +261,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         with self._transaction() as connection:
-            self.ephemerals.forget(path)
+            self._held.pop(path, None)
             row = _row(connection, "version", path)
             if row is None:
                 raise NotFound(f"No {path} in {self.name}")
@@ -333,8 +336,17 @@ class SqliteStore(_SqliteFile, MetadataStore):
                 raise AlreadyExists(f"{path} exists in {self.name}")
             change = _next_change(connection)
             _insert(connection, path, value, self._session, change)
-        self._start_thread()
-        return _SqliteClaim(self, path, change)
+        self._keep_session()
+        return Claim(self, path, change)  # no other node has this change
+
+    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
+        return [self._node("changed", claim.path) == (claim.mark,) for claim in claims]
+
+    def release_many(self, claims: Sequence[Claim]) -> None:
+        with self._transaction() as connection:
+            for claim in claims:
+                if _row(connection, "changed", claim.path) == (claim.mark,):
+                    _remove(connection, claim.path, _next_change(connection))
 
     @contextlib.contextmanager
     def _session_transaction(self) -> Iterator[sqlite3.Connection]:
@@ -354,6 +366,9 @@ class SqliteStore(_SqliteFile, MetadataStore):
                 # A session that was rolled back does not exist, and its id may become another process's.
                 self._session = before
                 raise
+
+    def _expiry_s(self, path: str) -> float:
+        return SESSION_EXPIRY_MS / 1000
 
     def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
         self._end_dead_sessions(at_once=True)
@@ -378,7 +393,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
         if alive and not self._has_lost:
             return
         self._has_lost = True
-        self._has_lost = not self.ephemerals.restore()
+        self._has_lost = not self._restore_ephemerals()
 
     def _end_dead_sessions(self, *, at_once: bool = False) -> None:
         """Delete the ephemerals of dead sessions; without `at_once` at most once every poll interval."""
@@ -397,7 +412,7 @@ class SqliteStore(_SqliteFile, MetadataStore):
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         cancel = self._watches.add(check_path(path), callback, children)
-        self._start_thread()
+        self._keep_session()
         return cancel
 
     def _states(self, watches: list[PolledWatch]) -> Iterator[int | None]:
@@ -405,16 +420,16 @@ class SqliteStore(_SqliteFile, MetadataStore):
             row = self._node("children_changed" if watch.children else "changed", watch.path)
             yield None if row is None else row[0]
 
-    def _start_thread(self) -> None:
+    def _keep_session(self) -> None:
         with self._lock:
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="metadata-store", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
         beat_at = time.monotonic() + HEARTBEAT_MS / 1000
         last_change = -1
-        while not self._wake.wait(WATCH_POLL_MS / 1000):
+        while not self._closed.wait(WATCH_POLL_MS / 1000):
             # The file may be locked, or missing for a moment: the next round tries again.
             with contextlib.suppress(BkctlError):
                 if self._session is not None and time.monotonic() >= beat_at:
@@ -428,34 +443,16 @@ class SqliteStore(_SqliteFile, MetadataStore):
 
     def close(self) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
             self._watches.clear()
-            self._wake.set()
             if self._session is not None:
                 with contextlib.suppress(BkctlError), self._transaction() as connection:
                     _end_session(connection, self._session)
-            self._closed = True
+            self._closed.set()
             self._connection.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1)
-
-
-class _SqliteClaim(Claim):
-    """A node created by the change number `change`, which no other node has."""
-
-    def __init__(self, store: SqliteStore, path: str, change: int) -> None:
-        self.path = path
-        self._store = store
-        self._change = change
-
-    def is_held(self) -> bool:
-        return bool(self._store._node("changed", self.path) == (self._change,))
-
-    def release(self) -> None:
-        with self._store._transaction() as connection:
-            if _row(connection, "changed", self.path) == (self._change,):
-                _remove(connection, self.path, _next_change(connection))
 
 
 @lru_cache(maxsize=1024)  # A change asks several times for the parent of one path.

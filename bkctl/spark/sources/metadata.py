@@ -25,7 +25,7 @@ from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata import ledger_columns
-from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
+from bkctl.metadata.admin.dump.sources import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata

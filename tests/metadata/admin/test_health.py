@@ -22,8 +22,7 @@ from bkctl.metadata.admin.health import (
 )
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.replication_failures import ReplicationFailures
-from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks
+from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks, ReplicationFailures
 
 
 @pytest.fixture

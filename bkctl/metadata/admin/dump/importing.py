@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile, tee
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound
 from bkctl.formats.metadata import LedgerLayout
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
-from bkctl.metadata.admin.dump.export_file import DumpHeader, DumpRecord, DumpSource
+from bkctl.metadata.admin.dump.sources import DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.cluster import COOKIES, Cluster, init_cluster, new_layout
 from bkctl.metadata.ledgers import SCOPES
-from bkctl.metadata.store import NEW, Versioned
-from bkctl.metadata.underreplication import mark_path
+from bkctl.metadata.store import NEW, Versioned, map_ahead
 from bkctl.pace import Pace
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 #: Batches that are written at once, and records in each.
 CONCURRENCY: Final = 8
@@ -124,38 +121,36 @@ def import_records(
 
     pace = pace or Pace()
     result = ImportSummary()
-    under_way: deque[Future[list[_Write]]] = deque()
-    batch: list[_Write] = []
+    batch_size = min(BATCH_SIZE, (pace.steps_per_s or inf) * _BATCH_S)
 
-    def count(record: DumpRecord, outcome: str) -> None:
-        if outcome == "conflict":
-            result.conflicts.append(record.name)
+    def count(write: _Write) -> None:
+        if write.outcome == "conflict":
+            result.conflicts.append(write.record.name)
         else:
-            getattr(result, outcome)[record.kind] += 1
+            getattr(result, write.outcome)[write.record.kind] += 1
         progress(result.count)
 
-    def finish(left: int) -> None:
-        while under_way and (len(under_way) > left or under_way[0].done()):
-            for write in under_way.popleft().result():
-                count(write.record, write.outcome)
-
-    with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="import") as executor:
+    def batches() -> Iterator[list[_Write]]:
+        batch: list[_Write] = []
         # Reads are batched, so that a second run is fast: it writes nothing.
         nodes, asked = tee(_without_sequences(records, target, dry_run, result))
-        paths = (_path(record, target) for record in asked)
+        paths = (record.path(target) for record in asked)
         for record, found in zip(nodes, target.store.get_many(paths), strict=True):
             pace.take()
             write = _Write(record, found, overwrite)
             if dry_run or not write.is_needed:
-                count(write.record, write.outcome)
+                count(write)
                 continue
             batch.append(write)
-            if len(batch) >= min(BATCH_SIZE, (pace.steps_per_s or inf) * _BATCH_S):
-                under_way.append(executor.submit(_write_all, batch, target))
+            if len(batch) >= batch_size:
+                yield batch
                 batch = []
-                finish(CONCURRENCY)
-        under_way.append(executor.submit(_write_all, batch, target))
-        finish(0)
+        yield batch
+
+    with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="import") as executor:
+        for writes in map_ahead(executor, partial(_write_all, target=target), batches(), CONCURRENCY):
+            for write in writes:
+                count(write)
     return result
 
 
@@ -205,7 +200,7 @@ def _write_all(writes: list[_Write], target: Cluster) -> list[_Write]:
         nodes = []
         for write in needed:
             record, found = write.record, write.found
-            path = target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else _path(record, target)
+            path = target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else record.path(target)
             nodes.append((path, record.value, NEW if found is None else found.version))
         refused = []
         for write, node, written in zip(needed, nodes, target.store.put_many(nodes), strict=True):
@@ -216,14 +211,6 @@ def _write_all(writes: list[_Write], target: Cluster) -> list[_Write]:
                 raise written
         needed = [write for write in refused if write.is_needed]
     return writes
-
-
-def _path(record: DumpRecord, cluster: Cluster) -> str:
-    if record.kind == "ledger":
-        return cluster.ledgers.path(record.ledger)
-    if record.kind == "mark":
-        return mark_path(record.ledger)
-    return f"cookies/{record.key}" if record.kind == "cookie" else record.key
 
 
 def _position(record: DumpRecord) -> int:

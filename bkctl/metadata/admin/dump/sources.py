@@ -1,4 +1,4 @@
-"""Streams of metadata records from a cluster or an export: written to an export, and compared."""
+"""Streams of metadata records from a cluster or an export: read whole or in sections, written, and compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import heapq
 import json
 import time
-from binascii import b2a_base64
+from abc import abstractmethod
+from binascii import Error as Base64Error
+from binascii import a2b_base64, b2a_base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, repeat, tee
@@ -14,22 +16,261 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bkctl.disk import atomic_write
-from bkctl.errors import AlreadyExists, Corrupt, Unsupported, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, Unsupported, UsageError
 from bkctl.formats.metadata import LedgerMetadata
-from bkctl.ids import LedgerId
-from bkctl.metadata.admin.dump.export_file import (
-    FORMAT,
-    KINDS,
-    NODE_PATHS,
-    VERSION,
-    DumpHeader,
-    DumpRecord,
-    DumpSource,
-    ExportFile,
-)
-from bkctl.metadata.cluster import Cluster
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
+from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledgers import INSTANCE_ID
-from bkctl.metadata.underreplication import LedgerMarks, mark_path
+from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX, Closing
+from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, LedgerMarks, mark_path
+
+FORMAT: Final = "bkctl-metadata"
+VERSION: Final = 1
+KINDS: Final = ("node", "cookie", "sequence", "mark", "ledger")
+_CHECKS: Final = tuple(check.value for check in AuditorCheck)
+#: Paths of the records of kind "node".
+NODE_PATHS: Final = (
+    DISABLE_HEALTH_CHECK,
+    *sorted(f"{UNDERREPLICATION}/{name}" for name in ("LAYOUT", "disable", "lostBookieRecoveryDelay", *_CHECKS)),
+)
+
+
+class DumpRecord(NamedTuple):
+    """One value of a cluster's metadata; the package describes `key`. `ctime_ms` is the store's, of ledgers only."""
+
+    kind: str
+    key: str
+    value: bytes
+    ctime_ms: int | None = None
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Sort key of records."""
+        return KINDS.index(self.kind), self.key
+
+    @property
+    def ledger(self) -> LedgerId:
+        """The ledger of a record of kind "ledger" or "mark"."""
+        return LedgerId.from_value(int(self.key, 16))
+
+    def path(self, cluster: Cluster) -> str:
+        """Return the path of the record's node in a cluster; of any but a sequence."""
+        if self.kind == "ledger":
+            return cluster.ledgers.path(self.ledger)
+        if self.kind == "mark":
+            return mark_path(self.ledger)
+        return f"{COOKIES}/{self.key}" if self.kind == "cookie" else self.key
+
+    @property
+    def name(self) -> str:
+        """Name of the record in messages."""
+        if self.kind in ("ledger", "mark"):
+            return f"{'Ledger' if self.kind == 'ledger' else 'The mark of ledger'} {self.ledger}"
+        return {"node": f"Node {self.key}", "cookie": f"The cookie of {self.key}"}.get(self.kind, "The ledger ids")
+
+
+class DumpHeader(NamedTuple):
+    """Identity of the exported cluster. `layout` holds the bytes of its LAYOUT, None where none is stored."""
+
+    metadata_uri: str
+    instance_id: str
+    layout: bytes | None
+    time: str
+
+
+class DumpSource(Closing):
+    """A cluster or an export that gives records in order. A context manager."""
+
+    #: Name of the source in messages.
+    name: str
+    header: DumpHeader
+
+    @abstractmethod
+    def records(self) -> Iterator[DumpRecord]:
+        """Yield the records in ascending `place`; each call starts from the first one."""
+
+    @abstractmethod
+    def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
+        """Yield the ids of the ledgers after `ledger`, in ascending order."""
+
+
+#: A value in base64, a key, and the names around them.
+LINE_SIZE_BYTES_MAX: Final = 2 * VALUE_SIZE_BYTES_MAX
+
+
+class ExportSection(NamedTuple):
+    """`line_count` whole lines of an export, from byte `start` to before byte `end`."""
+
+    start: int
+    end: int
+    line_count: int
+
+
+class ExportFile(DumpSource):
+    """An export, read line by line; `check` reads the whole file and verifies its hash.
+
+    Raises OSError; Corrupt for another kind of file, Unsupported for a later version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by close
+        try:
+            fields = self._fields(self._file.readline(LINE_SIZE_BYTES_MAX), 0)
+            if fields.get("format") != FORMAT:
+                raise Corrupt(f"{self.name} is not a metadata export")
+            if fields.get("version") != VERSION:
+                raise Unsupported(
+                    f"{self.name} is an export of version {fields.get('version')!r}; version {VERSION} is known"
+                )
+            layout, uri, instance_id = fields.get("layout"), fields.get("metadataUri"), fields.get("instanceId")
+            if not isinstance(uri, str) or not isinstance(instance_id, str):
+                raise self._damaged("The export's first line lacks metadataUri or instanceId", 0)
+            self.header = DumpHeader(
+                uri, instance_id, None if layout is None else self._value(layout, 0), str(fields.get("time"))
+            )
+        except BkctlError:
+            self.close()
+            raise
+
+    def check(self, progress: Callable[[int], None] = lambda _: None) -> Counter[str]:
+        """Read the whole file; return the number of records of each kind. Raises Corrupt for an incomplete file."""
+        counts: Counter[str] = Counter()
+        for record in self.records():
+            counts[record.kind] += 1
+            if not counts[record.kind] % 1000:
+                progress(counts.total())
+        return counts
+
+    def records(self) -> Iterator[DumpRecord]:
+        """See DumpSource.records. Raises Corrupt, naming the byte; at the end also for a wrong hash or count."""
+        last: tuple[int, str] | None = None
+        for at, line in self._lines():
+            record = self._record(self._fields(line, at), at)
+            if last is not None and record.place <= last:
+                raise self._damaged("The export's records are out of order", at)
+            last = record.place
+            yield record
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines of records, each with its byte, and then raise Corrupt unless the last line ends the export.
+
+        The last line of an incomplete export is yielded too: it may be a record, or the part of one that was written.
+        """
+        self._file.seek(0)
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        digest, at, count = hashlib.sha256(line), len(line), 0
+        line = self._file.readline(LINE_SIZE_BYTES_MAX)
+        while following := self._file.readline(LINE_SIZE_BYTES_MAX):
+            digest.update(line)
+            yield at, line
+            line, at, count = following, at + len(line), count + 1
+        try:
+            fields = self._fields(line, at)
+        except CorruptRecord:
+            fields = {}
+        if fields.get("kind") != "end":
+            if line and b'"kind":"end"' not in line:
+                yield at, line
+            raise self._cut_short(at + len(line))
+        if fields.get("records") != count or fields.get("sha256") != digest.hexdigest():
+            raise self._changed(at)
+
+    def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
+        """See DumpSource.ledgers_after; reads the whole file."""
+        name = ledger.qualified_name
+        return (each.ledger for each in self.records() if each.kind == "ledger" and each.key > name)
+
+    def sections(self, size_bytes: int) -> tuple[list[ExportSection], CorruptRecord | None]:
+        """Return the records' lines in sections of about `size_bytes`, and the error of an incomplete file.
+
+        Reads and hashes the whole file, without parsing records.
+        """
+        found: list[ExportSection] = []
+        problem: CorruptRecord | None = None
+        start = end = count = 0
+        try:
+            for at, line in self._lines():
+                if end - start >= size_bytes:
+                    found.append(ExportSection(start, end, count))
+                    start, count = end, 0
+                start, end, count = start or at, at + len(line), count + 1
+        except CorruptRecord as error:
+            problem = error
+        if count:
+            found.append(ExportSection(start, end, count))
+        return found, problem
+
+    def section(self, section: ExportSection) -> Iterator[tuple[int, DumpRecord | CorruptRecord]]:
+        """Yield the byte of each line with its record, or with its error.
+
+        Raises Corrupt where the file changed since `sections`.
+        """
+        self._file.seek(section.start)
+        at = section.start
+        for _ in range(section.line_count):
+            line = self._file.readline(LINE_SIZE_BYTES_MAX)
+            if not line:
+                raise self._cut_short(at)
+            try:
+                found: DumpRecord | CorruptRecord = self._record(self._fields(line, at), at)
+            except CorruptRecord as error:
+                found = error
+            yield at, found
+            at += len(line)
+        if at != section.end:
+            raise self._changed(at)
+
+    def _cut_short(self, at: int) -> CorruptRecord:
+        hint = "export again: an incomplete export cannot be imported"
+        return self._damaged("The export is cut short: its last line is missing", at, hint)
+
+    def _changed(self, at: int) -> CorruptRecord:
+        return self._damaged("The export's lines do not match its hash: the file was changed or damaged", at)
+
+    def _damaged(self, problem: str, at: int, hint: str | None = None) -> CorruptRecord:
+        return CorruptRecord(problem, offset=at, where=self.name, hint=hint)
+
+    def _record(self, fields: dict[str, Any], at: int) -> DumpRecord:
+        kind, key, ctime_ms = fields.get("kind"), fields.get("key"), fields.get("ctime")
+        if kind == "end":
+            raise self._damaged("Data follows the export's last line", at)
+        if kind not in KINDS or not isinstance(key, str) or not (ctime_ms is None or isinstance(ctime_ms, int)):
+            raise self._damaged("Not a record of a metadata export", at)
+        if (kind in ("ledger", "mark")) and (len(key) != 32 or key.strip("0123456789abcdef")):
+            raise self._damaged(f"{key[:40]!r} is not a ledger's qualified name", at)
+        if kind == "node" and key not in NODE_PATHS:
+            raise self._damaged(f"{key[:80]!r} is not a node that exports hold", at)
+        if kind in ("ledger", "mark") and I64_MAX < int(key, 16) <= U64_MAX:
+            raise self._damaged(f"{key} is not an id of scope 0: it is 2^63 or more", at)
+        if kind == "cookie" and ("/" in key or key in ("", ".", "..") or not key.isprintable()):
+            raise self._damaged(f"{key[:80]!r} is not a bookie id", at)
+        return DumpRecord(kind, key, self._value(fields.get("value"), at), ctime_ms)
+
+    def _fields(self, line: bytes, at: int) -> dict[str, Any]:
+        if not line.endswith(b"\n"):
+            long = len(line) == LINE_SIZE_BYTES_MAX
+            what = f"The line is longer than {LINE_SIZE_BYTES_MAX:,} bytes" if long else "The export is cut short"
+            raise self._damaged(what, at)
+        try:
+            fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise ValueError(fields)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged("Not a metadata export: the line is not a JSON record", at) from error
+        return fields
+
+    def _value(self, text: object, at: int) -> bytes:
+        try:
+            if not isinstance(text, str):
+                raise ValueError(text)
+            return a2b_base64(text, strict_mode=True)
+        except (ValueError, Base64Error) as error:
+            raise self._damaged("The value is not base64", at) from error
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class ClusterSource(DumpSource):
@@ -49,24 +290,18 @@ class ClusterSource(DumpSource):
 
     def records(self) -> Iterator[DumpRecord]:
         """See DumpSource.records. Raises LedgerNotFound for a missing one of `ledgers`."""
-        cluster, store = self._cluster, self._cluster.store
+        cluster = self._cluster
         if self._ledgers is not None:
             for ledger in self._ledgers:
                 cluster.ledgers.read(ledger)
             yield from self._of_ledgers(self._ledgers)
             return
-        for path, found in zip(NODE_PATHS, store.get_many(NODE_PATHS), strict=True):
-            if found is not None:
-                yield DumpRecord("node", path, found.value)
-        bookies = cluster.cookies.list()
-        cookies = store.get_many(f"cookies/{bookie_id}" for bookie_id in bookies)
-        for bookie_id, found in zip(bookies, cookies, strict=True):
-            if found is not None:
-                yield DumpRecord("cookie", bookie_id, found.value)
+        yield from self._stored("node", NODE_PATHS)
+        yield from self._stored("cookie", cluster.cookies.list())
         position = cluster.ledgers.id_position()
         if position is not None:
             yield DumpRecord("sequence", "ledger", b"%d" % position)
-        yield from self._marks()
+        yield from self._stored("mark", (each.qualified_name for each, _ in LedgerMarks(cluster.store).list(None)))
         yield from self._of_ledgers(cluster.ledgers.ledgers(None))
 
     def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
@@ -74,12 +309,10 @@ class ClusterSource(DumpSource):
             return (each for each in self._ledgers if each > ledger)
         return self._cluster.ledgers.ledgers(None, ledger)
 
-    def _marks(self) -> Iterator[DumpRecord]:
-        store = self._cluster.store
-        ledgers, asked = tee(ledger for ledger, _ in LedgerMarks(store).list(None))
-        for ledger, found in zip(ledgers, store.get_many(map(mark_path, asked)), strict=True):
-            if found is not None:
-                yield DumpRecord("mark", ledger.qualified_name, found.value)
+    def _stored(self, kind: str, keys: Iterable[str]) -> Iterator[DumpRecord]:
+        records, asked = tee(DumpRecord(kind, key, b"") for key in keys)
+        values = self._cluster.store.get_many(record.path(self._cluster) for record in asked)
+        return (each._replace(value=found.value) for each, found in zip(records, values, strict=True) if found)
 
     def _of_ledgers(self, ledgers: Iterable[LedgerId]) -> Iterator[DumpRecord]:
         for ledger, found in self._cluster.ledgers.values(ledgers):

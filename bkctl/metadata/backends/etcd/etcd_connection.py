@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,16 +77,12 @@ class EtcdConnection(StoreConnection):
         super().__init__(**settings)
         self.hosts = tuple(hosts)
         self.address = ",".join(f"{host}:{port}" for host, port in self.hosts)
-        #: Set by `begin_close`; pauses wait on it.
-        self.closed = threading.Event()
         #: Called with the client that `fail_over` left.
         self.on_fail_over: Callable[[Any], None] = lambda _: None
-        self.threads: dict[str, threading.Thread] = {}
         self._root = root
         #: Requests carry the token of a user.
         self.has_login = self.security.user is not None
         self._tls_files = _tls_files(self.security)
-        self._lock = threading.RLock()
         self._has_answered = False
         self._clients: list[Any] = [None] * len(self.hosts)
         self._current = 0
@@ -249,10 +244,7 @@ class EtcdConnection(StoreConnection):
                 hint="check the TLS files, and whether the server speaks TLS",
             )
 
-        def connect(host: str, port: int) -> socket.socket:
-            return socket.create_connection((host.strip("[]"), port), max(deadline - time.monotonic(), 0.01))
-
-        if reasons := refusals(self.hosts, connect):
+        if reasons := refusals(self.hosts, deadline, socket.create_connection):
             raise Unreachable(f"No etcd at {self.address}: {reasons}", hint="check the metadata URI")
 
     def timed_out(self, details: str = "") -> TimedOut:
@@ -278,20 +270,6 @@ class EtcdConnection(StoreConnection):
         return BkctlError(f"etcd at {self.address} failed: {code.name}: {shorten(details)}")
 
     # life
-
-    def start_thread(self, name: str, work: Callable[[], None]) -> None:
-        """Run `work` on the thread `metadata-store-<name>`, unless it runs or the connection is closed."""
-        with self._lock:
-            if name not in self.threads and not self.closed.is_set():
-                self.threads[name] = threading.Thread(target=work, name=f"metadata-store-{name}", daemon=True)
-                self.threads[name].start()
-
-    def begin_close(self) -> bool:
-        """Set `closed`: no request or thread starts any more. Return False in a second call."""
-        with self._lock:
-            was_open = not self.closed.is_set()
-            self.closed.set()
-            return was_open
 
     def close(self, lease_id: int) -> None:
         """Revoke the lease, if there is one (0: none), best effort, and close every client."""

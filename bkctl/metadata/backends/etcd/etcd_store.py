@@ -3,6 +3,7 @@
 etcd keeps keys, not a tree: a node is the key `<root>/<path>`, its parents are keys with empty values, as Apache's own
 driver leaves them, and its children are the keys below that have no further "/". Every write is a transaction that
 compares first, so a write that arrives late, or twice, changes nothing. A node's version is its key's mod revision.
+One lease, kept alive, holds the store's ephemerals and claims.
 
 Source: EtcdConstants, EtcdUtils, EtcdRegistrationManager, EtcdLedgerManager.
 """
@@ -13,10 +14,14 @@ import contextlib
 import functools
 import random
 import re
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final
+
+import grpc
 
 from bkctl.errors import (
     AlreadyExists,
@@ -25,38 +30,41 @@ from bkctl.errors import (
     IllegalOperation,
     MetadataVersionConflict,
     NotFound,
+    Unreachable,
     UsageError,
 )
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.etcd_connection import BATCH_SIZE, EtcdConnection, RevisionCompacted
-from bkctl.metadata.backends.etcd.etcd_session import EtcdSession
-from bkctl.metadata.backends.etcd.etcd_watches import EtcdWatches
-from bkctl.metadata.backends.etcd.requests import (
-    PageRange,
-    at_revision,
-    delete_key,
-    first_key,
-    get_key,
-    has_no_children,
-    has_no_keys,
-    is_absent,
-    is_present,
-    put_key,
-    versioned,
+from bkctl.metadata.backends.etcd.etcd_connection import (
+    BATCH_SIZE,
+    REQUIRE_LEADER,
+    EtcdConnection,
+    LeaseLost,
+    RevisionCompacted,
+    is_stale_token,
+    status_of,
 )
+from bkctl.metadata.backends.etcd.etcd_watches import RESTORE_PAUSE_S, EtcdWatches
+from bkctl.metadata.backends.sessions import SessionStore
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
+    NO_CLUSTER_HINT,
+    RACKS,
     AbsolutePath,
+    Claim,
     MetadataStore,
     Versioned,
     check_path,
     check_size,
+    full_path,
     map_each,
     names_in,
+    value_of,
 )
 
+_EXPIRY_SLACK_S: Final = 3.0
+_LEASE_REFRESHES: Final = 3  # within its time to live
 PAGE_SIZE: Final = 1000
 #: Nodes whose children one request reads.
 DIRECTORY_BATCH_SIZE: Final = 16
@@ -68,7 +76,306 @@ _PUTS_MAX: Final = 100
 _PUTS_SIZE_BYTES_MAX: Final = 1 << 20
 
 
-class EtcdStore(EtcdSession):
+def get_key(key: bytes, **options: Any) -> Any:
+    """Return the operation that reads a key, or with `range_end` a range of keys."""
+    return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key, **options))
+
+
+def put_key(key: bytes, value: bytes, **options: Any) -> Any:
+    """Return the operation that writes a key."""
+    return etcdrpc.RequestOp(request_put=etcdrpc.PutRequest(key=key, value=value, **options))
+
+
+def delete_key(key: bytes) -> Any:
+    """Return the operation that deletes a key."""
+    return etcdrpc.RequestOp(request_delete_range=etcdrpc.DeleteRangeRequest(key=key))
+
+
+def is_absent(key: bytes) -> Any:
+    """Return the comparison: the key does not exist."""
+    return etcdrpc.Compare(key=key, target=etcdrpc.Compare.CREATE, result=etcdrpc.Compare.EQUAL, create_revision=0)
+
+
+def is_present(key: bytes) -> Any:
+    """Return the comparison: the key exists."""
+    return etcdrpc.Compare(key=key, target=etcdrpc.Compare.CREATE, result=etcdrpc.Compare.GREATER, create_revision=0)
+
+
+def has_no_children(key: bytes) -> Any:
+    """Return the comparison: the node at `key` has no child."""
+    return has_no_keys(key + b"/", key + b"0")
+
+
+def has_no_keys(start: bytes, end: bytes) -> Any:
+    """Return the comparison: no key is from `start` to before `end`. It takes etcd a time linear in such keys."""
+    compare = is_absent(start)
+    compare.range_end = end
+    return compare
+
+
+def at_revision(key: bytes, revision: int) -> Any:
+    """Return the comparison: the last write of the key was at `revision`."""
+    # The mod revision of a missing key is 0, so ask for -1 instead: no key has it.
+    asked = revision if revision > 0 else -1
+    return etcdrpc.Compare(key=key, target=etcdrpc.Compare.MOD, result=etcdrpc.Compare.EQUAL, mod_revision=asked)
+
+
+def first_key(response: Any) -> Any:
+    """Return the first key of a read operation's answer, None without one."""
+    kvs = response.response_range.kvs
+    return kvs[0] if kvs else None
+
+
+def versioned(kv: Any) -> Versioned[bytes] | None:
+    """Return the value of a key with its mod revision as version."""
+    return None if kv is None else Versioned(kv.value, kv.mod_revision, None)
+
+
+#: Bytes behind the parent's key that count as a number: the name of a ledger has 36.
+_DIGITS: Final = 40
+#: Pages that a range holds by the distances of the keys on the last one.
+_PAGES: Final = 8
+_FIRST_GROWTH_BITS: Final = 8
+
+
+class PageRange:
+    """The width of the next page of the keys below the node at `key`.
+
+    etcd visits every key of a range to count it, also those behind the limit, so pages that reach to the end of a
+    directory take it a time quadratic in the number of keys. A range is as wide as some pages were, and widens where
+    there are fewer keys; `width` is a distance of keys as numbers, 0 without one: to the end.
+    """
+
+    def __init__(self, key: bytes, width: int = 0) -> None:
+        self.key, self.width = key, width
+        self.prefix, self.end = key + b"/", key + b"0"
+        self._growth_bits = _FIRST_GROWTH_BITS
+
+    def end_from(self, start: bytes) -> bytes:
+        """Return the end of a range that begins at the key `start`."""
+        number = self._number(start) + self.width
+        if not self.width or number >> 8 * _DIGITS:
+            return self.end
+        return self.prefix + number.to_bytes(_DIGITS, "big")
+
+    def was_full(self, first: bytes, last: bytes) -> None:
+        """Note that a page held the keys from `first` to `last`, and that more follow in its range."""
+        self.width = _PAGES * (self._number(last) - self._number(first)) or self.width
+        self._growth_bits = _FIRST_GROWTH_BITS
+
+    def was_short(self) -> None:
+        """Note that a range held less than a page."""
+        self.width <<= self._growth_bits
+        self._growth_bits *= 2
+
+    def _number(self, key: bytes) -> int:
+        return int.from_bytes(key[len(self.prefix) :][:_DIGITS].ljust(_DIGITS, b"\0"), "big")
+
+
+class EtcdNodes(SessionStore):
+    """The nodes of a store below the key `root`, and its lease: a lost lease loses claims, and is granted again."""
+
+    def __init__(self, connection: EtcdConnection, root: str) -> None:
+        super().__init__()
+        self.name = f"{root} of etcd at {connection.address}"
+        #: The key of the cluster's root.
+        self.root = root
+        #: The lease of all ephemerals and claims; 0: none is granted.
+        self.lease_id = 0
+        self._connection = connection
+        self._ttl_s = connection.session_timeout_s
+        self._lease_lock = threading.Lock()
+
+    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
+
+        def request(batch: tuple[bytes, ...]) -> Any:
+            return etcdrpc.TxnRequest(success=[get_key(key) for key in batch])
+
+        keys = map(self._key, paths)
+        batches = iter(lambda: tuple(islice(keys, BATCH_SIZE)), ())
+        for _, answer in self._connection.pipeline(batches, 2, request):
+            for response in answer.responses:
+                yield versioned(first_key(response))
+
+    def _key(self, path: str) -> bytes:
+        """Return the key of the node at `path`."""
+        return full_path(self.root, path).encode()
+
+    def _parent_keys(self, path: str) -> list[bytes]:
+        """Return the keys of the node's parents, from the root down."""
+        parts = path.split("/")[:-1] if path not in ("", RACKS) else []
+        return [self._key("/".join(parts[:count])) for count in range(len(parts) + 1)] if path else []
+
+    def _read(self, key: bytes, **options: Any) -> Any:
+        """Return the key with its value, None for a missing key."""
+        answer, _ = self._connection.transact((), [get_key(key, **options)])
+        return first_key(answer.responses[0])
+
+    def _create(self, path: str, value: bytes, lease_id: int = 0, *, repeated: bool = False) -> int:
+        """Create the node, together with its missing parents; return its version. Raises AlreadyExists, LeaseLost.
+
+        `repeated`: an earlier request of the caller may have created it.
+        """
+        key, parents = self._key(path), self._parent_keys(path)
+        deadline = time.monotonic() + self._connection.timeout_s
+        missing: list[bytes] = []
+        while True:
+            present = [parent for parent in parents if parent not in missing]
+            answer, sent_twice = self._connection.transact(
+                [*map(is_absent, (key, *missing)), *map(is_present, present[-1:])],
+                [*(put_key(parent, b"") for parent in missing), put_key(key, value, lease=lease_id)],
+                [get_key(key), *(get_key(parent, count_only=True) for parent in parents)],
+            )
+            repeated = repeated or sent_twice
+            if answer.succeeded:
+                return int(answer.header.revision)
+            found = first_key(answer.responses[0])
+            if found is not None:
+                if repeated and (found.value, found.lease, found.version) == (value, lease_id, 1):
+                    return int(found.mod_revision)
+                raise AlreadyExists(f"{path or self.root} exists in {self.name}")
+            counts = [response.response_range.count for response in answer.responses[1:]]
+            missing = [parent for parent, count in zip(parents, counts, strict=True) if not count]
+            if missing and missing[0] == parents[0]:
+                raise NotFound(f"No BookKeeper cluster in {self.name}", hint=NO_CLUSTER_HINT)
+            if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
+                raise self._connection.timed_out()
+
+    def _keep_session(self) -> None:
+        self._connection.start_thread("lease", self._keep_lease)
+
+    def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
+        """Create or update our ephemeral (None: neither); return False when another lease, or none, holds the key."""
+        key = self._key(path)
+        if value is None:
+            found = self._read(key)
+            return found is None or found.lease == self.lease_id != 0
+        lease_id = self._lease()
+        try:
+            self._create(path, value, lease_id)
+        except LeaseLost:
+            self._forget_lease(lease_id)
+            return False
+        except AlreadyExists:
+            found = self._read(key)
+            if found is None or found.lease != lease_id:
+                return False
+            if found.value != value:
+                update = [put_key(key, value, ignore_lease=True)]
+                self._connection.transact([at_revision(key, found.mod_revision)], update)
+        return True
+
+    def _expiry_s(self, path: str) -> float:
+        """Return the seconds after which the lease that holds the key, without a keeper, is certainly over."""
+        granted_s, found = self._connection.session_timeout_s, self._read(self._key(path))
+        if found is not None and found.lease:
+            answer, _ = self._connection.send("LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=found.lease))
+            granted_s = max(granted_s, answer.grantedTTL)
+        return granted_s + _EXPIRY_SLACK_S
+
+    def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
+        """See MetadataStore.claim. The number is the count of writes of the parent, which each claim writes once."""
+        check_size(path, value, "etcd")
+        while True:
+            lease_id = self._lease()
+            try:
+                if numbered:
+                    claimed, revision = self._create_numbered(path, value, lease_id)
+                else:
+                    claimed, revision = path, self._create(path, value, lease_id)
+            except LeaseLost:
+                self._forget_lease(lease_id)
+                continue
+            self._keep_session()
+            return Claim(self, claimed, revision)
+
+    def _create_numbered(self, path: str, value: bytes, lease_id: int) -> tuple[str, int]:
+        parent = path.rpartition("/")[0]
+        while True:
+            found = self._read(self._key(parent))
+            if found is None:
+                with contextlib.suppress(AlreadyExists):
+                    self._create(parent, b"")
+                continue
+            numbered = f"{path}{int(found.version):010d}"
+            key = self._key(numbered)
+            answer, _ = self._connection.transact(
+                [at_revision(found.key, found.mod_revision), is_absent(key)],
+                [put_key(found.key, b"", ignore_value=True), put_key(key, value, lease=lease_id)],
+                [get_key(key)],
+            )
+            if answer.succeeded:
+                return numbered, int(answer.header.revision)
+            # After a lost answer the repeated request finds the node that the first one created.
+            there = first_key(answer.responses[0])
+            if there is not None and (there.value, there.lease) == (value, lease_id):
+                return numbered, int(there.mod_revision)
+
+    def held_many(self, claims: Sequence[Claim]) -> list[bool]:
+        found = self.get_many(claim.path for claim in claims)  # a claimed key is never written again
+        return [each is not None and each.version == claim.mark for claim, each in zip(claims, found, strict=True)]
+
+    def release_many(self, claims: Sequence[Claim]) -> None:
+        def release(claim: Claim) -> None:
+            key = self._key(claim.path)
+            self._connection.transact([at_revision(key, claim.mark)], [delete_key(key)])
+
+        for found in map_each(release, claims):
+            value_of(found)
+
+    # the lease
+
+    def _lease(self) -> int:
+        """Return the lease, granted where there is none."""
+        with self._lease_lock:
+            if not self.lease_id:
+                request = etcdrpc.LeaseGrantRequest(TTL=max(1, round(self._connection.session_timeout_s)))
+                answer, _ = self._connection.send("LeaseGrant", request)
+                self.lease_id, self._ttl_s = int(answer.ID), float(answer.TTL)
+            return self.lease_id
+
+    def _forget_lease(self, lease_id: int) -> None:
+        with self._lease_lock:
+            if self.lease_id == lease_id:
+                self.lease_id = 0
+
+    def _keep_lease(self) -> None:
+        """Keep the lease alive, and create the ephemerals again after its end (thread `metadata-store-lease`)."""
+        restored_under = 0  # the lease that holds all ephemerals
+        wait_s = self._ttl_s / _LEASE_REFRESHES
+        while not self._connection.closed.wait(wait_s):
+            wait_s = self._ttl_s / _LEASE_REFRESHES
+            lease_id = self.lease_id
+            try:
+                if lease_id and not self._refresh(lease_id, wait_s):
+                    self._forget_lease(lease_id)
+                if restored_under == 0 or restored_under != self.lease_id:
+                    done = self._restore_ephemerals()
+                    restored_under = self.lease_id if done else 0
+                    wait_s = wait_s if done else RESTORE_PAUSE_S
+            except (BkctlError, grpc.RpcError, ValueError):
+                wait_s = min(wait_s, RESTORE_PAUSE_S)
+
+    def _refresh(self, lease_id: int, limit_s: float) -> bool:
+        """Give the lease its whole time to live again; return whether it still exists."""
+        client = self._connection.client()
+        requests = iter((etcdrpc.LeaseKeepAliveRequest(ID=lease_id),))
+        try:
+            metadata = (*self._connection.metadata(client, limit_s), *REQUIRE_LEADER)
+            answers: Any = client.leasestub.LeaseKeepAlive(requests, timeout=limit_s, metadata=metadata)
+            answer = next(answers, None)
+            answers.cancel()
+        except grpc.RpcError as error:
+            if is_stale_token(*status_of(error)):
+                self._connection.forget_token()
+            self._connection.fail_over(client)
+            raise
+        if answer is None:
+            raise Unreachable(f"etcd at {self._connection.address} did not answer")
+        return bool(answer.TTL > 0)
+
+
+class EtcdStore(EtcdNodes):
     """`MetadataStore` on the etcd cluster whose `hosts` are (host, port) pairs, below the key `root` (`/ledgers`).
 
     `settings` are StoreConnection's. Raises Unreachable, naming the hosts: at once when each refuses or none resolves,
@@ -89,17 +396,6 @@ class EtcdStore(EtcdSession):
 
     def get(self, path: str) -> Versioned[bytes] | None:
         return versioned(self._read(self._key(path)))
-
-    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-
-        def request(batch: tuple[bytes, ...]) -> Any:
-            return etcdrpc.TxnRequest(success=[get_key(key) for key in batch])
-
-        keys = map(self._key, paths)
-        batches = iter(lambda: tuple(islice(keys, BATCH_SIZE)), ())
-        for _, answer in self._connection.pipeline(batches, 2, request):
-            for response in answer.responses:
-                yield versioned(first_key(response))
 
     def put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
         """See MetadataStore.put. `repeated`: an earlier request of ours may have written the value."""
@@ -138,8 +434,15 @@ class EtcdStore(EtcdSession):
         """
         if found is None:
             return None, False
+        change, before, upper = found, revision, int(found.mod_revision)
         try:
-            change = self._first_change_after(found, revision)
+            while upper - before > 1:
+                middle = (before + upper) // 2
+                there = self._read(found.key, revision=middle)
+                if there is not None and there.mod_revision == revision:
+                    before = middle
+                else:
+                    change, upper = there, middle if there is None else int(there.mod_revision)
         except RevisionCompacted:
             return (int(found.mod_revision), False) if found.value == value else (None, True)
         return (int(change.mod_revision) if change is not None and change.value == value else None), False
@@ -244,7 +547,7 @@ class EtcdStore(EtcdSession):
 
     def _delete_node(self, path: str, expected: int | None) -> None:
         key = self._key(path)
-        self.ephemerals.forget(path)
+        self._held.pop(path, None)
         while True:
             answer, repeated = self._connection.transact(
                 [is_present(key) if expected is None else at_revision(key, expected), has_no_children(key)],
@@ -325,16 +628,13 @@ class EtcdStore(EtcdSession):
                 return names[:limit]
             if not page.more:
                 pages.was_short()
-            page, revision = self._next_page(start, pages, revision)
-
-    def _next_page(self, start: bytes, pages: PageRange, revision: int) -> tuple[Any, int]:
-        options: dict[str, Any] = {"range_end": pages.end_from(start), "limit": PAGE_SIZE, "keys_only": True}
-        try:
-            answer, _ = self._connection.transact((), [get_key(start, revision=revision, **options)])
-        except RevisionCompacted:
-            answer, _ = self._connection.transact((), [get_key(start, **options)])
-            revision = int(answer.header.revision)
-        return answer.responses[0].response_range, revision
+            options: dict[str, Any] = {"range_end": pages.end_from(start), "limit": PAGE_SIZE, "keys_only": True}
+            try:
+                answer, _ = self._connection.transact((), [get_key(start, revision=revision, **options)])
+            except RevisionCompacted:
+                answer, _ = self._connection.transact((), [get_key(start, **options)])
+                revision = int(answer.header.revision)
+            page = answer.responses[0].response_range
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: the number of writes of the node. Source: Etcd64bitIdGenerator."""
@@ -356,7 +656,7 @@ class EtcdStore(EtcdSession):
     def close(self) -> None:
         if not self._connection.begin_close():
             return
-        self.ephemerals.clear()
+        self._held.clear()
         self._watches.close()
         self._connection.close(self.lease_id)
 

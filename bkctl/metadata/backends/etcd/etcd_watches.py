@@ -10,7 +10,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import grpc
 
@@ -25,15 +26,18 @@ from bkctl.metadata.backends.etcd.etcd_connection import (
     status_of,
 )
 
-_RESTORE_PAUSE_S: Final = 0.5
+RESTORE_PAUSE_S: Final = 0.5
 
 
-class _Watch(NamedTuple):
+@dataclass(eq=False)
+class _Watch:
     key: bytes
     children: bool
     callback: Callable[[], None]
     #: Set once the server watches, or the watch failed for good.
-    answered: threading.Event
+    answered: threading.Event = field(default_factory=threading.Event)
+    #: The server refused it once; a forgotten login token looks the same.
+    is_refused: bool = False
 
     def concerns(self, event: Any) -> bool:
         """Return whether to call back; for children: only when one is created or deleted, not for nodes below it."""
@@ -50,42 +54,42 @@ class EtcdWatches:
         self._connection = connection
         connection.on_fail_over = self._leave
         self._lock = threading.RLock()
-        self._watches: dict[int, _Watch] = {}
-        self._watch_id = 0
+        self._watches: dict[_Watch, None] = {}  # in their order
         self._problem = ""
-        #: Watches that the server refused once; a forgotten login token looks the same.
-        self._refused: set[int] = set()
         #: Requests on the open stream; None: no stream is open.
         self._requests: queue.SimpleQueue[Any] | None = None
         #: Watches requested on the stream and not answered yet; the server answers in order.
-        self._pending: deque[int] = deque()
-        #: The server's number of a watch → ours.
-        self._watch_ids: dict[int, int] = {}
+        self._pending: deque[_Watch] = deque()
+        #: The server's number of a watch → the watch.
+        self._numbers: dict[int, _Watch] = {}
         self._stream: Any = None
         self._client: Any = None
         self._wanted = threading.Event()
         #: Watches to call back; None: the store was closed.
-        self._events: queue.Queue[int | None] = queue.Queue()
+        self._events: queue.Queue[_Watch | None] = queue.Queue()
 
     def add(self, path: str, key: bytes, callback: Callable[[], None], children: bool) -> Callable[[], None]:
         """See MetadataStore.watch."""
-        watch = _Watch(key, children, callback, threading.Event())
+        watch = _Watch(key, children, callback)
         with self._lock:
             self._connection.check_open()
-            self._watch_id += 1
-            watch_id = self._watch_id
-            self._watches[watch_id] = watch
+            self._watches[watch] = None
             if self._requests is not None:
-                self._request(watch_id, watch)
+                self._request(watch)
 
         def cancel() -> None:
-            self._cancel(watch_id)
+            with self._lock:
+                if watch in self._watches:
+                    del self._watches[watch]
+                    for number, known in self._numbers.items():
+                        if known is watch:
+                            self._cancel_on_server(number)
 
         self._wanted.set()
         self._connection.start_thread("watch", self._keep_stream)
         self._connection.start_thread("events", self._call_back)
         is_answered = watch.answered.wait(self._connection.timeout_s)
-        if not is_answered or watch_id not in self._watches:
+        if not is_answered or watch not in self._watches:
             cancel()
             self._connection.check_open()
             if is_answered:
@@ -95,25 +99,18 @@ class EtcdWatches:
             raise self._connection.timed_out()
         return cancel
 
-    def _cancel(self, watch_id: int) -> None:
-        with self._lock:
-            if self._watches.pop(watch_id, None) is not None:
-                for number, known_id in self._watch_ids.items():
-                    if known_id == watch_id:
-                        self._cancel_on_server(number)
-
     def _cancel_on_server(self, number: int) -> None:
         if self._requests is not None:
             request = etcdrpc.WatchCancelRequest(watch_id=number)
             self._requests.put(etcdrpc.WatchRequest(cancel_request=request))
 
-    def _request(self, watch_id: int, watch: _Watch) -> None:
+    def _request(self, watch: _Watch) -> None:
         """Send the watch on the open stream; the lock is held."""
         assert self._requests is not None
         request = etcdrpc.WatchCreateRequest(key=watch.key)
         if watch.children:
             request = etcdrpc.WatchCreateRequest(key=watch.key + b"/", range_end=watch.key + b"0")
-        self._pending.append(watch_id)
+        self._pending.append(watch)
         self._requests.put(etcdrpc.WatchRequest(create_request=request))
 
     # the stream
@@ -141,7 +138,7 @@ class EtcdWatches:
             if client is not None:
                 connection.fail_over(client)
             opened += 1
-            connection.closed.wait(min(RETRY_PAUSE_S * opened, _RESTORE_PAUSE_S))
+            connection.closed.wait(min(RETRY_PAUSE_S * opened, RESTORE_PAUSE_S))
 
     def _open(self, client: Any, requests: queue.SimpleQueue[Any]) -> None:
         metadata = (*self._connection.metadata(client, self._connection.timeout_s), *REQUIRE_LEADER)
@@ -150,9 +147,9 @@ class EtcdWatches:
             self._connection.check_open()
             self._requests = requests
             self._pending.clear()
-            self._watch_ids.clear()
-            for watch_id, watch in self._watches.items():
-                self._request(watch_id, watch)
+            self._numbers.clear()
+            for watch in self._watches:
+                self._request(watch)
             self._stream = stub.Watch(iter(requests.get, None), metadata=metadata)  # type: ignore[attr-defined]
             self._client = client
 
@@ -164,72 +161,59 @@ class EtcdWatches:
 
     def _handle(self, answer: Any) -> None:
         """Handle one answer of the stream. The caller holds the lock."""
-        number = answer.watch_id
         if answer.created:
             self._handle_created(answer)
-        elif answer.canceled:
-            watch_id = self._watch_ids.pop(number, 0)
-            watch = self._watches.get(watch_id)
-            if watch is not None:  # The server cancelled it.
-                self._request(watch_id, watch)
-        else:
-            watch_id = self._watch_ids.get(number, 0)
-            watch = self._watches.get(watch_id)
-            if watch is not None and any(watch.concerns(event) for event in answer.events):
-                self._events.put(watch_id)
+            return
+        watch = self._numbers.get(answer.watch_id)
+        if answer.canceled:
+            self._numbers.pop(answer.watch_id, None)
+            if watch in self._watches:  # The server cancelled it.
+                self._request(watch)
+        elif watch in self._watches and any(watch.concerns(event) for event in answer.events):
+            self._events.put(watch)
 
     def _handle_created(self, answer: Any) -> None:
-        watch_id = self._pending.popleft()
-        watch = self._watches.get(watch_id)
-        if watch is None:  # cancelled meanwhile
+        watch = self._pending.popleft()
+        if watch not in self._watches:  # cancelled meanwhile
             if not answer.canceled:
                 self._cancel_on_server(answer.watch_id)
-        elif answer.canceled:
-            self._handle_refused(watch_id, watch, answer.cancel_reason)
-        else:
-            self._watch_ids[answer.watch_id] = watch_id
+        elif not answer.canceled:
+            self._numbers[answer.watch_id] = watch
             if watch.answered.is_set():  # A former stream had it: changes may have been missed.
-                self._events.put(watch_id)
+                self._events.put(watch)
             watch.answered.set()
-
-    def _handle_refused(self, watch_id: int, watch: _Watch, reason: str) -> None:
-        """Give up a watch that the server refuses; where a forgotten login token may be the cause, log in again."""
-        if self._connection.has_login and (watch.answered.is_set() or watch_id not in self._refused):
-            self._refused.add(watch_id)
+        elif self._connection.has_login and (watch.answered.is_set() or not watch.is_refused):
+            # A forgotten login token may be the cause: log in again.
+            watch.is_refused = True
             self._connection.forget_token()
             self._stream.cancel()
-            return
-        self._problem = reason
-        del self._watches[watch_id]
-        watch.answered.set()
+        else:
+            self._problem = answer.cancel_reason
+            del self._watches[watch]
+            watch.answered.set()
 
     def _call_back(self) -> None:
         """Call the callbacks of watches that changed, one at a time (thread `metadata-store-events`)."""
-        failed: set[int] = set()
+        failed: list[_Watch] = []
         while not self._connection.closed.is_set():
-            for watch_id in sorted(self._changed(_RESTORE_PAUSE_S if failed else None) | failed):
-                failed.discard(watch_id)
-                watch = self._watches.get(watch_id)
-                if watch is None or self._connection.closed.is_set():
+            changed: list[_Watch | None] = []
+            with contextlib.suppress(queue.Empty):
+                changed.append(self._events.get(timeout=RESTORE_PAUSE_S if failed else None))
+                while True:
+                    changed.append(self._events.get_nowait())
+            watches, failed = dict.fromkeys((*failed, *changed)), []
+            for watch in watches:
+                if watch is None or watch not in self._watches or self._connection.closed.is_set():
                     continue
                 try:
                     watch.callback()
                 except BkctlError:
-                    failed.add(watch_id)
-
-    def _changed(self, timeout_s: float | None) -> set[int]:
-        """Wait for events; return the watches that they concern."""
-        changed: set[int | None] = set()
-        with contextlib.suppress(queue.Empty):
-            changed.add(self._events.get(timeout=timeout_s))
-            while True:
-                changed.add(self._events.get_nowait())
-        return {watch_id for watch_id in changed if watch_id is not None}
+                    failed.append(watch)
 
     def close(self) -> None:
         """End every watch, after the connection's `closed` is set."""
         with self._lock:
-            watches = list(self._watches.values())
+            watches = list(self._watches)
             self._watches.clear()
             stream = self._stream
         for watch in watches:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice, tee
@@ -17,14 +16,13 @@ from typing import Any, Final, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import U64_MAX, LedgerId
-from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
+from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
 from bkctl.metadata.backends.sessions import PolledWatch, PolledWatches
 from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import (
     NEW,
-    NO_CLUSTER_HINT,
     NO_SECURITY,
     VALUE_SIZE_BYTES_MAX,
     MetadataStore,
@@ -69,15 +67,10 @@ class HBaseStore(ZooKeeperStore):
                 hint="leave TLS out where the network is trusted",
             )
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hbase")
-        self._table: HBaseTable | None = None
         self._watched = PolledWatches(self._versions)
-        self._watch_lock = threading.Lock()
-        self._watch_thread: threading.Thread | None = None
-        self._stop = threading.Event()
         super().__init__(hosts, f"/bkctl/{prefix}/ledgers", security=security, **times)
         self.name = f"{prefix} of HBase at {hosts}"
-        self._table = HBaseTable(self._connection, znode, f"{prefix}_{LEDGERS}")
-        self._rows = Rows(self._table, self._executor)
+        self._rows = Rows(self._connection, znode, f"{prefix}_{LEDGERS}", self._executor, self.name)
 
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get. Raises NotFound for a ledger where HBase has no table."""
@@ -85,9 +78,8 @@ class HBaseStore(ZooKeeperStore):
             return super().get(path)
         ledger = _ledger(path)
         if ledger is None:
-            return Versioned(b"", 0, None) if path == LEDGERS and self._rows.table.exists() else None
-        with self._missing_table():
-            return value_of(_versioned(self._rows.get([ledger])[0]))
+            return Versioned(b"", 0, None) if path == LEDGERS and self._rows.exists() else None
+        return value_of(_versioned(self._rows.get([ledger])[0]))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many. Raises as `get`."""
@@ -99,15 +91,19 @@ class HBaseStore(ZooKeeperStore):
             else:
                 yield from super().get_many(group)
 
-    def put(self, path: str, value: bytes, expected: int | None) -> int:
+    def put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
         """See MetadataStore.put. `ledgers` itself is created with its table; a ledger needs it: NotFound else."""
         if not _is_row(path):
-            return super().put(path, value, expected)
+            return super().put(path, value, expected, repeated=repeated)
         check_size(path, value)
         ledger = _ledger(path)
-        if ledger is None:
-            return self._create_table(path, expected)
-        return self._in_version(path, expected, lambda version: self._rows.put(ledger, value, version))
+        if ledger is not None:
+            return self._in_version(path, expected, lambda version: self._rows.put(ledger, value, version))
+        if path != LEDGERS or expected not in (NEW, None):
+            raise UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
+        if not self._rows.create_table() and expected == NEW:
+            raise AlreadyExists(f"Table {self._rows.name} exists in HBase at {self.hosts}")
+        return 0
 
     def _in_version(self, path: str, expected: int | None, change: Callable[[int], T]) -> T:
         """Return what `change` of the row returns, in that version; None: in the present one (NEW: missing)."""
@@ -117,18 +113,10 @@ class HBaseStore(ZooKeeperStore):
                 found = self.get(path)
                 version = NEW if found is None else found.version
             try:
-                with self._row_errors(path):
-                    return change(version)
+                return change(version)
             except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
                 if expected is not None or (version == NEW and isinstance(error, NotFound)):
                     raise
-
-    def _create_table(self, path: str, expected: int | None) -> int:
-        if path != LEDGERS or expected not in (NEW, None):
-            raise UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
-        if not self._rows.create_table() and expected == NEW:
-            raise AlreadyExists(f"Table {self._rows.table.name} exists in HBase at {self.hosts}")
-        return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         """See MetadataStore.put_many: ledgers that follow each other together, and the others so."""
@@ -147,14 +135,9 @@ class HBaseStore(ZooKeeperStore):
 
     def _put_rows(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         try:
-            with self._missing_table():
-                found = self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
-        except NotFound as error:
+            return self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
+        except NotFound as error:  # of the table
             return [error] * len(nodes)
-        return [
-            self._named(path, each) if isinstance(each, BkctlError) else each
-            for (path, _, _), each in zip(nodes, found, strict=True)
-        ]
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for ledgers, which HBase cannot write together."""
@@ -167,59 +150,27 @@ class HBaseStore(ZooKeeperStore):
         if not _is_row(path):
             return super().delete(path, expected, prune=prune)
         ledger = _ledger(path)
-        if ledger is None:
-            return self._drop_table(path)
-        return self._in_version(path, expected, lambda version: self._rows.delete(ledger, version))
-
-    def _drop_table(self, path: str) -> None:
+        if ledger is not None:
+            return self._in_version(path, expected, lambda version: self._rows.delete(ledger, version))
         found = self.children(path, limit=1)
         if found is None:
             raise NotFound(f"No {path} in {self.name}")
         if found:
             raise Conflict(f"{path} has children in {self.name}")
-        self._rows.table.drop()
-
-    @contextlib.contextmanager
-    def _missing_table(self) -> Iterator[None]:
-        """Raise NotFound for a missing table: taken for an empty one, it would have bookies delete every ledger."""
-        try:
-            yield
-        except TableMissing as error:
-            raise NotFound(
-                f"No table {self._rows.table.name} in HBase at {self.hosts}", hint=f"restore it, or {NO_CLUSTER_HINT}"
-            ) from error
-
-    @contextlib.contextmanager
-    def _row_errors(self, path: str) -> Iterator[None]:
-        """Say which node an error of a row is about."""
-        with self._missing_table():
-            try:
-                yield
-            except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
-                raise self._named(path, error) from error
-
-    def _named(self, path: str, error: BkctlError) -> BkctlError:
-        """Return the error of a row as one of the node at `path`."""
-        if isinstance(error, AlreadyExists):
-            return AlreadyExists(f"{path} exists in {self.name}")
-        if isinstance(error, MetadataVersionConflict):
-            return MetadataVersionConflict(
-                f"{path} changed meanwhile: {error.message}", may_be_applied=error.may_be_applied
-            )
-        return NotFound(f"No {path} in {self.name}") if isinstance(error, NotFound) else error
+        return self._rows.drop()
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         if not _is_row(path):
             names = super().children(path)
             if names is None:
                 return None
-            if path == "" and self._rows.table.exists():
+            if path == "" and self._rows.exists():
                 names = sorted([*names, LEDGERS])
             return [name for name in names if name > after][:limit]
         if path != LEDGERS:
             return None if self.get(path) is None else []
         if limit == 0:
-            return [] if self._rows.table.exists() else None
+            return [] if self._rows.exists() else None
         page_size = _PAGE_SIZE_MIN if limit is None else max(min(limit // 8, 1000), _PAGE_SIZE_MIN)
         try:
             found = self._rows.ledgers(_first_from(after), page_size=page_size)
@@ -245,29 +196,24 @@ class HBaseStore(ZooKeeperStore):
 
         Raises NotFound without a table.
         """
-        with self._missing_table():
-            yield from self._rows.ledgers(first, last)
+        return self._rows.ledgers(first, last)
 
     def rows(self, ledgers: Iterable[int]) -> Iterator[Versioned[bytes] | BkctlError | None]:
         """`get` the ledgers with these 128-bit numbers in the order given; Corrupt comes in place of a malformed row.
 
         Raises NotFound without a table.
         """
-        with self._missing_table():
-            yield from map(_versioned, self._rows.get_many(ledgers))
+        return map(_versioned, self._rows.get_many(ledgers))
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: an atomic increment."""
-        with self._missing_table():
-            return self._rows.next_number(check_path(path))
+        return self._rows.next_number(check_path(path))
 
     def sequence_position(self, path: str) -> int:
-        with self._missing_table():
-            return self._rows.position(check_path(path))
+        return self._rows.position(check_path(path))
 
     def advance_sequence(self, path: str, position: int) -> bool:
-        with self._missing_table():
-            self._rows.advance(check_path(path), position)
+        self._rows.advance(check_path(path), position)
         return True
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
@@ -277,10 +223,7 @@ class HBaseStore(ZooKeeperStore):
         if _ledger(path) is None or children:
             raise Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
         cancel = self._watched.add(path, callback, children)
-        with self._watch_lock:
-            if self._watch_thread is None:
-                self._watch_thread = threading.Thread(target=self._poll, name="hbase-watches", daemon=True)
-                self._watch_thread.start()
+        self._connection.start_thread("rows", self._poll)
         return cancel
 
     def _versions(self, watches: list[PolledWatch]) -> Iterator[int | None]:
@@ -289,14 +232,13 @@ class HBaseStore(ZooKeeperStore):
             yield -1 if isinstance(found, BkctlError) else None if found is None else found.version
 
     def _poll(self) -> None:
-        while not self._stop.wait(WATCH_POLL_S):
+        while not self._connection.closed.wait(WATCH_POLL_S):
             with contextlib.suppress(BkctlError):  # HBase may be down: the next round reads again.
                 self._watched.poll()
 
     def close(self) -> None:
-        self._stop.set()
-        if self._table is not None:
-            self._table.close()
+        if hasattr(self, "_rows"):  # else the connection failed
+            self._rows.close()
         super().close()
         self._executor.shutdown(wait=False)
 

@@ -5,11 +5,12 @@ Source: ClientMetaTableAccessor, ZKConnectionRegistry, ConnectionUtils, HMaster.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from kazoo.exceptions import NoNodeError
@@ -26,6 +27,7 @@ from bkctl.metadata.backends.hbase.rpc import (
     Retries,
     Rpc,
 )
+from bkctl.metadata.store import NO_CLUSTER_HINT
 
 if TYPE_CHECKING:
     from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
@@ -53,8 +55,11 @@ _PASSING: Final = frozenset(
 )
 
 
-class TableMissing(Exception):
-    """The table does not exist."""
+class TableMissing(NotFound):
+    """The table does not exist: taken for an empty one, it would have bookies delete every ledger."""
+
+    def __init__(self, table: HBaseTable) -> None:
+        super().__init__(f"No table {table.name} in {table.where}", hint=f"restore it, or {NO_CLUSTER_HINT}")
 
 
 class RegionLost(Exception):
@@ -83,6 +88,8 @@ class HBaseTable:
         self.name = name
         namespace = namespace if colon else "default"
         self._table_name = pb.TableName(namespace=namespace.encode(), qualifier=qualifier.encode())
+        #: The HBase, for messages.
+        self.where = f"HBase at {zookeeper.hosts}"
         self._zookeeper = zookeeper
         self._znode = znode
         self._rpc = Rpc()
@@ -122,30 +129,37 @@ class HBaseTable:
                 problem.__cause__ = error
             except CallRefused as error:
                 if error.kind == "TableNotFoundException":
-                    raise TableMissing from error
+                    raise TableMissing(self) from error
                 if error.is_final and error.kind not in _PASSING:
                     self._refuse(error)
                 repeated, problem = True, error
             self.forget()
             if self._rpc.is_closed:
-                raise Unreachable(f"The connection to HBase at {self._zookeeper.hosts} is closed") from problem
+                raise Unreachable(f"The connection to {self.where} is closed") from problem
             if not retries.pause():
                 raise self._timed_out(problem) from problem
 
     def _timed_out(self, problem: Exception) -> TimedOut:
-        return TimedOut(f"HBase at {self._zookeeper.hosts} did not answer within {self.timeout_s:g} s: {problem}")
+        return TimedOut(f"{self.where} did not answer within {self.timeout_s:g} s: {problem}")
 
     def _refuse(self, error: CallRefused) -> NoReturn:
         if error.kind == "AccessDeniedException":
             raise Unauthorized(
-                f"HBase at {self._zookeeper.hosts} refuses access to table {self.name}",
+                f"{self.where} refuses access to table {self.name}",
                 hint="bkctl gives HBase the name of its system user, without Kerberos",
             ) from error
-        raise BkctlError(f"HBase at {self._zookeeper.hosts} refused a request to table {self.name}: {error}") from error
+        raise BkctlError(f"{self.where} refused a request to table {self.name}: {error}") from error
 
     def call(self, server: RegionServer, method: str, request: Message, answer: type[M], retries: Retries) -> M:
         """Return a region server's answer. Raises CallLost, CallRefused."""
         return self._rpc.call(server, CLIENT_SERVICE, method, request, answer, retries.remaining_s)
+
+    def scan(
+        self, server: RegionServer, region: pb.RegionSpecifier, count: int, retries: Retries, **options: Any
+    ) -> pb.ScanResponse:
+        """Return up to `count` rows of a region; the scanner is closed then. Raises CallLost, CallRefused."""
+        request = pb.ScanRequest(region=region, scan=pb.Scan(**options), number_of_rows=count, close_scanner=True)
+        return self.call(server, "Scan", request, pb.ScanResponse, retries)
 
     def forget(self) -> None:
         """Look the regions up again at the next use."""
@@ -170,17 +184,13 @@ class HBaseTable:
     def _read_regions(self, retries: Retries) -> list[Region]:
         name = self.name.removeprefix("default:").encode()
         meta = self._server_in("meta-region-server", retries)
-        scan = pb.Scan(
-            start_row=name + b",,",
-            stop_row=name + b" ,,",
-            caching=_META_PAGE_SIZE,
-            column=[pb.Column(family=b"info", qualifier=[b"regioninfo", b"server"])],
-        )
+        start, end = name + b",,", name + b" ,,"
+        columns = [pb.Column(family=b"info", qualifier=[b"regioninfo", b"server"])]
         is_known = False
         found: list[Region] = []
         while True:
-            request = pb.ScanRequest(region=_META_REGION, scan=scan, number_of_rows=_META_PAGE_SIZE, close_scanner=True)
-            page = self.call(meta, "Scan", request, pb.ScanResponse, retries)
+            options = {"start_row": start, "stop_row": end, "caching": _META_PAGE_SIZE, "column": columns}
+            page = self.scan(meta, _META_REGION, _META_PAGE_SIZE, retries, **options)
             for result in page.results:
                 values = {cell.qualifier: cell.value for cell in result.cell}
                 info = values.get(b"regioninfo", b"")
@@ -200,11 +210,11 @@ class HBaseTable:
             if len(page.results) < _META_PAGE_SIZE:
                 break
             last = page.results[-1].cell[0].row
-            if last < scan.start_row:
+            if last < start:
                 raise CallLost(f"{meta} gave rows that were not asked for")
-            scan.start_row = last + b"\0"
+            start = last + b"\0"
         if not is_known:
-            raise TableMissing
+            raise TableMissing(self)
         if not found:
             raise RegionLost(f"no region of table {self.name} is assigned")
         return found
@@ -266,11 +276,9 @@ class HBaseTable:
     def drop(self) -> None:
         """Remove the table with all its rows; do nothing without one."""
         request = pb.TableRequest(table_name=self._table_name)
-        try:
+        with contextlib.suppress(TableMissing):
             self._run_procedure("DisableTable", request, "TableNotEnabledException")
             self._run_procedure("DeleteTable", request, "TableNotFoundException")
-        except TableMissing:
-            pass
         self.forget()
 
     def _run_procedure(self, method: str, request: Message, done: str) -> bool:
@@ -299,7 +307,7 @@ class HBaseTable:
         question = pb.GetProcedureResultRequest(proc_id=procedure.proc_id)
         while (result := call("getProcedureResult", question, pb.GetProcedureResultResponse)).state == result.RUNNING:
             if not retries.pause():
-                raise TimedOut(f"HBase at {self._zookeeper.hosts} did not end {method} within {self.timeout_s:g} s")
+                raise TimedOut(f"{self.where} did not end {method} within {self.timeout_s:g} s")
         if not result.HasField("state"):
             raise self._incomplete(method)
         if result.HasField("exception"):
@@ -307,13 +315,14 @@ class HBaseTable:
             if problem.class_name.endswith(done):
                 return False
             raise BkctlError(
-                f"HBase at {self._zookeeper.hosts} failed {method} of table {self.name}: "
-                f"{problem.class_name}: {problem.message}"[:REFUSAL_LENGTH_MAX]
+                f"{self.where} failed {method} of table {self.name}: {problem.class_name}: {problem.message}"[
+                    :REFUSAL_LENGTH_MAX
+                ]
             )
         return True
 
     def _incomplete(self, method: str) -> BkctlError:
         return BkctlError(
-            f"HBase at {self._zookeeper.hosts} answered {method} of table {self.name} without the procedure's state",
+            f"{self.where} answered {method} of table {self.name} without the procedure's state",
             hint="look for the table in HBase's shell, and try again",
         )

@@ -16,18 +16,22 @@ from __future__ import annotations
 import heapq
 import os
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from itertools import islice
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, MetadataVersionConflict, NotFound, TimedOut
 from bkctl.ids import I64_MAX, U64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
 from bkctl.metadata.backends.hbase.rpc import CallLost, CallRefused, RegionServer, Retries
-from bkctl.metadata.store import NEW, attempt, value_of
+from bkctl.metadata.ledgers import LEDGERS
+from bkctl.metadata.store import NEW, attempt, chunks, map_ahead, value_of
+
+if TYPE_CHECKING:
+    from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
 
 T = TypeVar("T")
 
@@ -62,6 +66,11 @@ class HBaseRow(NamedTuple):
     writer: bytes
 
 
+def node_path(ledger: int) -> str:
+    """Return the path of the node that the ledger's row is."""
+    return f"{LEDGERS}/{ledger:032x}"
+
+
 def row_key(ledger: int) -> bytes:
     """Return the row of the ledger whose 128-bit number is `ledger`."""
     bucket = ((ledger >> 64 ^ ledger) * _HASH_FACTOR & U64_MAX) >> _BUCKET_SHIFT
@@ -72,7 +81,7 @@ class _Write:
     """A value for a row, to be written once the row is in version `expected`; see Rows.put."""
 
     def __init__(self, ledger: int, value: bytes, expected: int) -> None:
-        self.key, self.value, self.expected = row_key(ledger), value, expected
+        self.ledger, self.key, self.value, self.expected = ledger, row_key(ledger), value, expected
         self.writer = os.urandom(8)
         self.version = max(time.time_ns() // 1_000_000, expected + 1)
         self.hidden = 0  # times that a later deletion hid it
@@ -94,16 +103,19 @@ class _Change(NamedTuple):
     repeated: bool
 
 
-class Rows:
-    """The rows of one table. `executor` has threads for requests beside the caller's."""
+class Rows(HBaseTable):
+    """The rows of the table `name`. `executor` has threads for requests beside the caller's; `store` names the store.
 
-    def __init__(self, table: HBaseTable, executor: Executor) -> None:
-        self.table = table
-        self._executor = executor
+    Errors name a ledger by the node of the store that it is.
+    """
+
+    def __init__(self, zookeeper: ZooKeeperConnection, znode: str, name: str, executor: Executor, store: str) -> None:
+        super().__init__(zookeeper, znode, name)
+        self._executor, self._store = executor, store
 
     def create_table(self) -> bool:
         """Create the table, a region for each bucket; return False if it exists."""
-        return self.table.create(FAMILY, [bytes((bucket,)) for bucket in range(1, BUCKETS)])
+        return self.create(FAMILY, [bytes((bucket,)) for bucket in range(1, BUCKETS)])
 
     # reads
 
@@ -112,40 +124,44 @@ class Rows:
         return [value_of(row) for row in self._get(ledgers)]
 
     def _get(self, ledgers: Sequence[int]) -> list[HBaseRow | BkctlError | None]:
-        """`get` these ledgers, with Corrupt in place of each malformed row. Raises TableMissing."""
-        found: list[HBaseRow | BkctlError | None] = [None] * len(ledgers)
-        keys = [row_key(ledger) for ledger in ledgers]
-        pending = list(range(len(keys)))
+        return self._read([row_key(ledger) for ledger in ledgers], _row)
+
+    def _read(self, keys: Sequence[bytes], parse: Callable[[pb.Result], T]) -> list[T | BkctlError]:
+        """Return the parsed result of each row, Corrupt in place of each malformed one. Raises TableMissing."""
+        found: dict[int, T | BkctlError] = {}
 
         def work(retries: Retries, _: bool) -> None:
-            by_server: dict[RegionServer, dict[Region, list[int]]] = defaultdict(lambda: defaultdict(list))
-            for at in pending:
-                region = self.table.region(keys[at], retries)
-                by_server[region.server][region].append(at)
+            pending = {at: key for at, key in enumerate(keys) if at not in found}
             problem: Exception | None = None
-            for server, regions in by_server.items():
+            for server, places in self._by_server(pending, retries).items():
                 request = pb.MultiRequest()
-                for region, places in regions.items():
-                    action = request.regionAction.add(region=region.specifier)
-                    for at in places:
-                        action.action.add(index=at, get=pb.Get(row=keys[at]))
-                answer = self.table.call(server, "Multi", request, pb.MultiResponse, retries)
+                actions: dict[Region, pb.RegionAction] = {}
+                for at, region in places:
+                    if region not in actions:
+                        actions[region] = request.regionAction.add(region=region.specifier)
+                    actions[region].action.add(index=at, get=pb.Get(row=keys[at]))
+                answer = self.call(server, "Multi", request, pb.MultiResponse, retries)
                 for result in answer.regionActionResult:
                     if result.HasField("exception"):
                         problem = _refusal(result.exception)
                     for each in result.resultOrException:
                         if each.HasField("exception"):
                             problem = _refusal(each.exception)
-                        else:
-                            found[each.index] = attempt(_row, each.result)
-                            done.add(each.index)
-            pending[:] = [at for at in pending if at not in done]
-            if pending:
-                raise problem or RegionLost(f"table {self.table.name}: {len(pending)} rows were not answered")
+                        elif each.index in pending:
+                            found[each.index] = attempt(parse, each.result)
+            if left := len(keys) - len(found):
+                raise problem or RegionLost(f"table {self.name}: {left} rows were not answered")
 
-        done: set[int] = set()
-        if pending:
-            self.table.attempt(work)
+        if keys:
+            self.attempt(work)
+        return [found[at] for at in range(len(keys))]
+
+    def _by_server(self, keys: Mapping[int, bytes], retries: Retries) -> dict[RegionServer, list[tuple[int, Region]]]:
+        """Return the places of rows, each with its region, by the server that has it."""
+        found: dict[RegionServer, list[tuple[int, Region]]] = defaultdict(list)
+        for at, key in keys.items():
+            region = self.region(key, retries)
+            found[region.server].append((at, region))
         return found
 
     def get_many(self, ledgers: Iterable[int]) -> Iterator[HBaseRow | BkctlError | None]:
@@ -154,13 +170,9 @@ class Rows:
         Raises TableMissing.
         """
         ledgers = iter(ledgers)
-        under_way: deque[Future[list[HBaseRow | BkctlError | None]]] = deque()
-        while True:
-            while len(under_way) < _BATCHES_AHEAD and (batch := list(islice(ledgers, BATCH_SIZE))):
-                under_way.append(self._executor.submit(self._get, batch))
-            if not under_way:
-                return
-            yield from under_way.popleft().result()
+        batches = iter(lambda: list(islice(ledgers, BATCH_SIZE)), [])
+        for rows in map_ahead(self._executor, self._get, batches, _BATCHES_AHEAD):
+            yield from rows
 
     def ledgers(self, first: int, last: int = _VALUE_MAX, *, page_size: int = _PAGE_SIZE_FIRST) -> Iterator[int]:
         """Yield the ledgers from `first` to `last`, ascending: the buckets' rows merged, a page of each held.
@@ -190,20 +202,14 @@ class Rows:
     def _page(self, bucket: int, first: int, last: int, count: int) -> tuple[list[int], bool]:
         """Return up to `count` ledgers of the bucket from `first` on, and whether no more follow; [] only with True."""
         start, end = bytes((bucket,)) + first.to_bytes(16), bytes((bucket,)) + last.to_bytes(16)
+        columns = [pb.Column(family=FAMILY, qualifier=[_VERSION])]
 
         def work(retries: Retries, _: bool) -> tuple[list[int], bool]:
             row = start
             while True:
-                region = self.table.region(row, retries)
-                scan = pb.Scan(
-                    start_row=row,
-                    stop_row=end,
-                    include_stop_row=True,
-                    caching=count,
-                    column=[pb.Column(family=FAMILY, qualifier=[_VERSION])],
-                )
-                request = pb.ScanRequest(region=region.specifier, scan=scan, number_of_rows=count, close_scanner=True)
-                answer = self.table.call(region.server, "Scan", request, pb.ScanResponse, retries)
+                region = self.region(row, retries)
+                options = {"start_row": row, "stop_row": end, "include_stop_row": True, "caching": count}
+                answer = self.scan(region.server, region.specifier, count, retries, **options, column=columns)
                 rows = [result.cell[0].row for result in answer.results if result.cell]
                 if rows and not (row <= rows[0] and rows[-1] <= end and rows == sorted(rows)):
                     raise CallLost(f"{region.server} gave rows that were not asked for")
@@ -216,7 +222,7 @@ class Rows:
                     return found, is_done or found[-1] == last
                 row = rows[-1] + b"\0" if rows else region.end
 
-        return self.table.attempt(work)
+        return self.attempt(work)
 
     # changes
 
@@ -230,24 +236,16 @@ class Rows:
     def put_many(self, rows: Sequence[tuple[int, bytes, int]]) -> list[int | BkctlError]:
         """`put` each row, independently, many in one request; a row's error comes in its place. Raises TableMissing."""
         results: dict[int, int | BkctlError] = {}
-        waiting = deque((at, _Write(*row)) for at, row in enumerate(rows))
+        waiting = {at: _Write(*row) for at, row in enumerate(rows)}
         while waiting:
-            batch = [waiting.popleft()]
-            size_bytes = len(batch[0][1].value)
-            while waiting and len(batch) < BATCH_SIZE and size_bytes + len(waiting[0][1].value) <= _BATCH_SIZE_BYTES:
-                batch.append(waiting.popleft())
-                size_bytes += len(batch[-1][1].value)
-            changes = self._change([(write.mutation(), write.expected) for _, write in batch])
-            for (at, write), change in zip(batch, changes, strict=True):
-                result: int | BkctlError | None
-                try:
-                    result = change if isinstance(change, Corrupt) else self._result_of(write, change)
-                except Corrupt as error:
-                    result = error
-                if result is None:
-                    waiting.append((at, write))
-                else:
-                    results[at] = result
+            writes = list(waiting.items())
+            for batch in chunks(writes, BATCH_SIZE, lambda each: len(each[1].value), _BATCH_SIZE_BYTES):
+                changes = self._change([(write.mutation(), write.expected) for _, write in batch])
+                for (at, write), change in zip(batch, changes, strict=True):
+                    result = change if isinstance(change, Corrupt) else attempt(self._result_of, write, change)
+                    if result is not None:
+                        results[at] = result
+                        del waiting[at]
         return [results[at] for at in range(len(rows))]
 
     def _result_of(self, write: _Write, change: _Change) -> int | BkctlError | None:
@@ -259,18 +257,22 @@ class Rows:
             write.version, write.expected = max(write.version, hidden_by) + 1, NEW
             write.hidden += 1
             if write.hidden == _HIDDEN_MAX:
-                return MetadataVersionConflict(f"deletions hid {_HIDDEN_MAX} versions of it", may_be_applied=True)
+                return self._conflict(write.ledger, f"deletions hid {_HIDDEN_MAX} versions of it", may_be_applied=True)
             return None
         if processed:
             return write.version  # and another client has changed it since
         if write.expected == NEW:
-            return AlreadyExists("exists")
+            return AlreadyExists(f"{node_path(write.ledger)} exists in {self._store}")
         if found is None:
-            return NotFound("missing")
+            return NotFound(f"No {node_path(write.ledger)} in {self._store}")
         # Each version is above the one before: ours was not between `expected` and a lower one.
+        is_unsure = repeated and found.version > write.version
+        problem = f"version {found.version}, expected {write.expected}"
+        return self._conflict(write.ledger, problem, may_be_applied=is_unsure)
+
+    def _conflict(self, ledger: int, problem: str, *, may_be_applied: bool) -> MetadataVersionConflict:
         return MetadataVersionConflict(
-            f"version {found.version}, expected {write.expected}",
-            may_be_applied=repeated and found.version > write.version,
+            f"{node_path(ledger)} changed meanwhile: {problem}", may_be_applied=may_be_applied
         )
 
     def delete(self, ledger: int, expected: int) -> None:
@@ -288,8 +290,8 @@ class Rows:
         if processed or (found is None and repeated):
             return
         if found is None:
-            raise NotFound("missing")
-        raise MetadataVersionConflict(f"version {found.version}, expected {expected}", may_be_applied=repeated)
+            raise NotFound(f"No {node_path(ledger)} in {self._store}")
+        raise self._conflict(ledger, f"version {found.version}, expected {expected}", may_be_applied=repeated)
 
     def _change(self, changes: Sequence[tuple[pb.MutationProto, int]]) -> list[_Change | Corrupt]:
         """Apply each mutation if its row is in the version beside it (NEW: missing), many in one request.
@@ -299,13 +301,9 @@ class Rows:
         done: dict[int, _Change | Corrupt] = {}
 
         def work(retries: Retries, repeated: bool) -> None:
-            by_server: dict[RegionServer, list[tuple[int, Region]]] = defaultdict(list)
-            for at, (mutation, _) in enumerate(changes):
-                if at not in done:
-                    region = self.table.region(mutation.row, retries)
-                    by_server[region.server].append((at, region))
+            pending = {at: mutation.row for at, (mutation, _) in enumerate(changes) if at not in done}
             problem: CallRefused | None = None
-            for server, places in by_server.items():
+            for server, places in self._by_server(pending, retries).items():
                 request = pb.MultiRequest()
                 for at, region in places:
                     mutation, version = changes[at]
@@ -314,7 +312,7 @@ class Rows:
                     change.action.add(index=0, mutation=mutation)
                     read = request.regionAction.add(region=region.specifier)
                     read.action.add(index=0, get=pb.Get(row=mutation.row))
-                answer = self.table.call(server, "Multi", request, pb.MultiResponse, retries)
+                answer = self.call(server, "Multi", request, pb.MultiResponse, retries)
                 if len(answer.regionActionResult) != 2 * len(places):
                     raise RegionLost(f"{server} answered part of a request")
                 results = iter(answer.regionActionResult)
@@ -331,7 +329,7 @@ class Rows:
             if problem is not None:
                 raise problem
 
-        self.table.attempt(work)
+        self.attempt(work)
         return [done[at] for at in range(len(changes))]
 
     def _hidden_by(self, key: bytes, version: int) -> int | None:
@@ -342,16 +340,10 @@ class Rows:
         """
 
         def work(retries: Retries, _: bool) -> int | None:
-            region = self.table.region(key, retries)
-            scan = pb.Scan(
-                start_row=key,
-                stop_row=key,
-                include_stop_row=True,
-                max_versions=I64_MAX >> 32,
-                attribute=[pb.NameBytesPair(name="_raw_", value=b"\xff")],
-            )
-            request = pb.ScanRequest(region=region.specifier, scan=scan, number_of_rows=1, close_scanner=True)
-            answer = self.table.call(region.server, "Scan", request, pb.ScanResponse, retries)
+            region = self.region(key, retries)
+            raw = {"max_versions": I64_MAX >> 32, "attribute": [pb.NameBytesPair(name="_raw_", value=b"\xff")]}
+            row = {"start_row": key, "stop_row": key, "include_stop_row": True}
+            answer = self.scan(region.server, region.specifier, 1, retries, **row, **raw)
             deletions = [
                 cell.timestamp for result in answer.results for cell in result.cell if cell.cell_type == _DELETE_FAMILY
             ]
@@ -360,7 +352,7 @@ class Rows:
                 raise Corrupt(f"Row {key.hex()} is deleted for good, by a deletion at {latest} ms since 1970")
             return latest if latest >= version else None
 
-        return self.table.attempt(work)
+        return self.attempt(work)
 
     def next_number(self, name: str) -> int:
         """Return the counter's value, 0 at first, and count on; a number whose answer is lost is passed over."""
@@ -376,26 +368,16 @@ class Rows:
         """Apply a counter's mutation where the condition holds; return the `result` of the answer."""
 
         def work(retries: Retries, _: bool) -> T:
-            region = self.table.region(mutation.row, retries)
+            region = self.region(mutation.row, retries)
             request = pb.MutateRequest(region=region.specifier, mutation=mutation, condition=condition)
-            return result(self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries))
+            return result(self.call(region.server, "Mutate", request, pb.MutateResponse, retries))
 
-        return self.table.attempt(work)
+        return self.attempt(work)
 
     def position(self, name: str) -> int:
         """Return the number that `next_number` gives next."""
-        key = _COUNTERS + name.encode()
-
-        def work(retries: Retries, _: bool) -> int:
-            region = self.table.region(key, retries)
-            request = pb.MultiRequest()
-            request.regionAction.add(region=region.specifier).action.add(index=0, get=pb.Get(row=key))
-            answer = self.table.call(region.server, "Multi", request, pb.MultiResponse, retries)
-            _check(answer.regionActionResult)
-            cells = answer.regionActionResult[0].resultOrException[0].result.cell
-            return _number(cells[0]) if cells else 0
-
-        return self.table.attempt(work)
+        (found,) = self._read([_COUNTERS + name.encode()], lambda result: _number(result.cell[0]) if result.cell else 0)
+        return value_of(found)
 
     def advance(self, name: str, position: int) -> None:
         """Make `next_number` give `position` or more from now on."""
@@ -403,10 +385,10 @@ class Rows:
         retries: Retries | None = None
         while (found := self.position(name)) < position:
             if retries is None:
-                retries = Retries(self.table.timeout_s)
+                retries = Retries(self.timeout_s)
             elif not retries.pause():
                 raise TimedOut(
-                    f"HBase left counter {name} of table {self.table.name} at {found} for {self.table.timeout_s:g} s, "
+                    f"HBase left counter {name} of table {self.name} at {found} for {self.timeout_s:g} s, "
                     f"below {position}"
                 )
             mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT)

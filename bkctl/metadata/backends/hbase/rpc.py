@@ -13,16 +13,13 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from google.protobuf import proto
 from google.protobuf.message import DecodeError, Message
 
 from bkctl.errors import Unreachable
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 M = TypeVar("M", bound=Message)
 
@@ -96,44 +93,35 @@ class Rpc:
     ) -> M:
         """Return the server's answer. Raises CallLost, CallRefused; Unreachable after `close`."""
         deadline = time.monotonic() + timeout_s
-        with self._connection(server, service, deadline) as connection:
-            return connection.call(method, request, answer, deadline)
-
-    @contextlib.contextmanager
-    def _connection(self, server: RegionServer, service: str, deadline: float) -> Iterator[_Connection]:
         with self._lock:
             self._check_open(server)
             idle = self._idle.setdefault((server, service), [])
             connection = idle.pop() if idle else None
         if connection is None:
             connection = _Connection(server, service, deadline)
+        # A late answer would be taken for the next one, and a server drops calls of a closed connection.
+        is_in_step = False
         try:
             with self._lock:
                 self._check_open(server)
                 self._busy.add(connection)
-            yield connection
+            found = connection.call(method, request, answer, deadline)
+            is_in_step = True
+            return found
         except CallRefused:
-            self._keep(connection, idle)
+            is_in_step = True
             raise
-        except BaseException:
-            # A late answer would be taken for the next one, and a server drops calls of a closed connection.
+        finally:
             with self._lock:
                 self._busy.discard(connection)
-            connection.close()
-            raise
-        self._keep(connection, idle)
+                if is_kept := is_in_step and not self.is_closed and len(idle) < _IDLE_MAX:
+                    idle.append(connection)
+            if not is_kept:
+                connection.close()
 
     def _check_open(self, server: RegionServer) -> None:
         if self.is_closed:
             raise Unreachable(f"The connection to HBase's server {server} is closed")
-
-    def _keep(self, connection: _Connection, idle: list[_Connection]) -> None:
-        with self._lock:
-            self._busy.discard(connection)
-            if not self.is_closed and len(idle) < _IDLE_MAX:
-                idle.append(connection)
-                return
-        connection.close()
 
     def close(self) -> None:
         """Close all connections: calls under way raise CallLost."""

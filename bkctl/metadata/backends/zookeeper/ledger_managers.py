@@ -21,17 +21,32 @@ SHORT_ID_END: Final = (1 << 31) - 1
 _LONG: Final = "idgen-long"
 _HIGH_ORDER_DIRECTORY: Final = re.compile(r"HOB-([0-9]{10})", re.ASCII)
 _HIGH_ORDER_DIRECTORIES_KEPT: Final = 3
+_SCOPED_LEAF: Final = re.compile(r"L([0-9a-f]{4})", re.ASCII)
+_FLAT_LEDGER: Final = re.compile(r"L([0-9]{10,19})", re.ASCII)
+_LEAF: Final = re.compile(r"L([0-9]{4})", re.ASCII)
+#: Source: StringUtils.FLAT_LEDGER_NODE_REGEX, getShortHierarchicalLedgerPath.
+_TEN_DIGITS_MAX: Final = 10**10 - 1
 
 
-class ZooKeeperIds(LedgerManager):
-    """The generator of ids, each given once: 31-bit ids, then, as a layout has them, directory << 32 | 31-bit number.
+def _directory_path(number: int) -> str:
+    return f"{_LONG}/HOB-{number:010d}"
 
+
+class ZooKeeperLedgerManager(LedgerManager):
+    """Trees of directories for scope 0, and beside them `scopes`, the tree of one cluster's scopes ≠ 0.
+
+    Ids are given once: 31-bit ids, then, as a layout has them, directory << 32 | 31-bit number.
     Source: ZkLedgerIdGenerator, LongZkLedgerIdGenerator.
     """
 
     #: The path of the sequence of 31-bit ids.
     _sequence: str = "idgen"
     _has_long_ids = True
+    _has_scopes = False
+    #: Of each tree, in the order of their ids: the widths of its directories' names, its first id, the end of its ids.
+    _trees: tuple[tuple[tuple[int, ...], int, int], ...] = ()
+
+    # ids
 
     def _is_short(self) -> bool:
         """Return whether the next id comes from the first sequence."""
@@ -90,18 +105,7 @@ class ZooKeeperIds(LedgerManager):
         names = self.store.children(_LONG) or ()
         return [int(match[1]) for match in map(_HIGH_ORDER_DIRECTORY.fullmatch, names) if match]
 
-
-def _directory_path(number: int) -> str:
-    return f"{_LONG}/HOB-{number:010d}"
-
-
-_SCOPED_LEAF: Final = re.compile(r"L([0-9a-f]{4})", re.ASCII)
-
-
-class ScopedLedgers(ZooKeeperIds):
-    """The scopes ≠ 0: the tree `scopes` of one cluster."""
-
-    _has_scopes = False
+    # scopes
 
     def scopes_state(self) -> ScopesState:
         scopes, instance_id = self.store.get_many((SCOPES, INSTANCE_ID))
@@ -158,29 +162,7 @@ class ScopedLedgers(ZooKeeperIds):
             if found:
                 yield found
 
-
-def scoped_ledger_path(ledger: LedgerId) -> str:
-    """Return the path of a scoped ledger's metadata, below the root."""
-    name = f"{ledger.ledger_id:016x}"
-    return f"{_scope_path(ledger.scope_id)}/{name[:4]}/{name[4:8]}/{name[8:12]}/L{name[12:]}"
-
-
-def _scope_path(scope_id: int) -> str:
-    name = f"{scope_id:016x}"
-    return f"{SCOPES}/{name[:4]}/{name[4:]}"
-
-
-_FLAT_LEDGER: Final = re.compile(r"L([0-9]{10,19})", re.ASCII)
-_LEAF: Final = re.compile(r"L([0-9]{4})", re.ASCII)
-#: Source: StringUtils.FLAT_LEDGER_NODE_REGEX, getShortHierarchicalLedgerPath.
-_TEN_DIGITS_MAX: Final = 10**10 - 1
-
-
-class ZooKeeperLedgerManager(ScopedLedgers):
-    """Trees of directories for scope 0, beside the tree of the scopes ≠ 0."""
-
-    #: Of each tree, in the order of their ids: the widths of its directories' names, its first id, the end of its ids.
-    _trees: tuple[tuple[tuple[int, ...], int, int], ...] = ()
+    # layouts
 
     @abstractmethod
     def _default_path(self, ledger_id: int) -> str:
@@ -192,7 +174,7 @@ class ZooKeeperLedgerManager(ScopedLedgers):
             yield from self._walk_default(widths, first, end, after)
 
     def path(self, ledger: LedgerId) -> str:
-        return scoped_ledger_path(ledger) if ledger.is_scoped else self._default_path(ledger.ledger_id)
+        return _scoped_path(ledger) if ledger.is_scoped else self._default_path(ledger.ledger_id)
 
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
         if scope_id in (None, 0) and (after is None or not after.is_scoped):
@@ -227,6 +209,17 @@ class ZooKeeperLedgerManager(ScopedLedgers):
                 ids = [ledger_id for ledger_id in ids if first <= ledger_id < end]
             if ids:
                 yield ledger_ids(0, ids)
+
+
+def _scoped_path(ledger: LedgerId) -> str:
+    """Return the path of a scoped ledger's metadata, below the root."""
+    name = f"{ledger.ledger_id:016x}"
+    return f"{_scope_path(ledger.scope_id)}/{name[:4]}/{name[4:8]}/{name[8:12]}/L{name[12:]}"
+
+
+def _scope_path(scope_id: int) -> str:
+    name = f"{scope_id:016x}"
+    return f"{SCOPES}/{name[:4]}/{name[4:]}"
 
 
 class HierarchicalLedgerManager(ZooKeeperLedgerManager):

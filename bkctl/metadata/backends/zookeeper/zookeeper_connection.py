@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 _FIRST_ANSWER_S: Final = 0.3
 _RETRY_PAUSE_S: Final = 0.02
 _CLOSE_S: Final = 2.0
+#: Its level keeps kazoo from formatting a message for each request; callers get lost connections as errors.
+_SILENT_LOGGER: Final = logging.Logger(__name__, logging.CRITICAL + 1)
 #: Errors that leave open whether ZooKeeper executed the request: it is sent again.
 LOST: Final = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError, SessionMovedError)
 #: Refusals that callers translate, each with its own words.
@@ -80,7 +82,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
     def create_connection(self, *, address: tuple[str, int], hostname: str, timeout: float, **_: Any) -> socket.socket:
         """Source: kazoo.handlers.utils.create_tcp_connection."""
         try:
-            connection = _connect(address, hostname, timeout, self.tls)
+            connection = _connect(address, timeout, self.tls, hostname)
         except OSError as error:
             self.problem = failure_reason(error)
             raise
@@ -99,7 +101,6 @@ class ZooKeeperConnection(StoreConnection):
         super().__init__(**settings)
         self.hosts = hosts
         self.root = root
-        self.is_closed = False
         self.connected = threading.Event()
         #: ZooKeeper refused the login: kazoo tries no more.
         self._is_refused = False
@@ -107,7 +108,6 @@ class ZooKeeperConnection(StoreConnection):
         self.session_id: int | None = None
         #: Called on kazoo's thread once a new session replaces a lost one: must only note and wake.
         self.on_new_session: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
         self._session_lost = False
         self._tls = self.security.tls_context()
         self.client = self.new_client()
@@ -126,7 +126,7 @@ class ZooKeeperConnection(StoreConnection):
             default_acl=list(CREATOR_ALL_ACL) if security.creator_acl else None,
             auth_data=[("digest", f"{security.user}:{security.password}")] if has_digest else None,
             sasl_options=sasl if security.sasl else None,
-            logger=_silent_logger(),
+            logger=_SILENT_LOGGER,
         )
 
     @property
@@ -142,11 +142,8 @@ class ZooKeeperConnection(StoreConnection):
         if self.connected.wait(min(_FIRST_ANSWER_S, timeout_s)):
             return
 
-        def connect(host: str, port: int) -> socket.socket:
-            remaining_s = max(deadline - time.monotonic(), 0.01)
-            return _connect((host.strip("[]"), port), host, remaining_s, self._tls)
-
-        if reasons := refusals(self.client.hosts, connect):
+        connect = partial(_connect, tls=self._tls)
+        if reasons := refusals(self.client.hosts, deadline, connect):
             raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
         if not self.connected.wait(max(deadline - time.monotonic(), 0)):
             why = f": {self.client.handler.problem}" if self.client.handler.problem else ""
@@ -184,7 +181,7 @@ class ZooKeeperConnection(StoreConnection):
     def answer(self, call: ZooKeeperCall, timeout_s: float | None = None) -> Any:
         """Return ZooKeeper's answer. Raises its refusals as kazoo's errors, else as every `MetadataStore` method."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        while not self.is_closed:
+        while not self.closed.is_set():
             try:
                 return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
             except LOST as error:
@@ -197,7 +194,7 @@ class ZooKeeperConnection(StoreConnection):
                 if call.once:
                     raise
                 time.sleep(_RETRY_PAUSE_S)
-                if not self.is_closed and not self.connected.wait(max(deadline - time.monotonic(), 0)):
+                if not self.closed.is_set() and not self.connected.wait(max(deadline - time.monotonic(), 0)):
                     raise self.timed_out() from error
                 if time.monotonic() >= deadline:
                     raise self.timed_out() from error
@@ -230,17 +227,10 @@ class ZooKeeperConnection(StoreConnection):
 
     # end
 
-    def begin_close(self) -> bool:
-        """Set `is_closed`: no request starts any more. Return False in a second call."""
-        with self._lock:
-            was_open = not self.is_closed
-            self.is_closed = True
-            return was_open
-
     def close(self) -> None:
         """End the session, waiting a bounded time for it, and not at all without a connection."""
         was_connected = self.connected.is_set()
-        self.connected.set()  # Wake the calls that wait for the connection: they see `is_closed`.
+        self.connected.set()  # Wake the calls that wait for the connection: they see `closed`.
         end_client(self.client, wait=was_connected)
 
 
@@ -259,23 +249,15 @@ def end_client(client: KazooClient, *, wait: bool) -> None:
     stopping.join(_CLOSE_S if wait else 0)
 
 
-def _connect(address: tuple[str, int], hostname: str, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
+def _connect(
+    address: tuple[str, int], timeout_s: float, tls: ssl.SSLContext | None, hostname: str = ""
+) -> socket.socket:
     connection = socket.create_connection(address, timeout_s)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
-            connection = tls.wrap_socket(connection, server_hostname=hostname.strip("[]"))
+            connection = tls.wrap_socket(connection, server_hostname=(hostname or address[0]).strip("[]"))
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _silent_logger() -> logging.Logger:
-    """Return a logger for kazoo that drops everything: callers get lost connections as errors.
-
-    Its level keeps kazoo from formatting a message for each request.
-    """
-    logger = logging.Logger(__name__, logging.CRITICAL + 1)
-    logger.addHandler(logging.NullHandler())
-    return logger

@@ -23,8 +23,9 @@ from kazoo.client import KazooClient
 from kazoo.exceptions import KazooException, NoNodeError
 from kazoo.handlers.threading import KazooTimeoutError
 
+from bkctl.metadata.backends.sessions import SessionStore
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection, end_client
-from bkctl.metadata.store import MetadataStore, Versioned
+from bkctl.metadata.store import Versioned
 
 _BATCH_SIZE_MAX: Final = 512
 #: Fewer reads are not worth a session of their own.
@@ -158,10 +159,11 @@ _OPERATIONS: Final = {
 }
 
 
-class ZooKeeperReads(MetadataStore):
+class ZooKeeperReads(SessionStore):
     """The reads of a store: values, children and origins of nodes, over `connection`."""
 
     def __init__(self, connection: ZooKeeperConnection) -> None:
+        super().__init__()
         self._connection = connection
         self._lock = threading.Lock()
         #: The session of requests for many nodes; None until there is one.
@@ -286,7 +288,7 @@ class ZooKeeperReads(MetadataStore):
     def _client_of_many(self, connect: bool) -> KazooClient | None:
         """Return the session of many reads, opened where `connect`; None where there is none now."""
         with self._lock:
-            if self._connection.is_closed or time.monotonic() < self.paused_until_s:
+            if self._connection.closed.is_set() or time.monotonic() < self.paused_until_s:
                 return None
             if self.many is None and connect:
                 self.many = self._connection.new_client()

@@ -40,8 +40,7 @@ from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.etcd_connection import EtcdConnection, etcd3
-from bkctl.metadata.backends.etcd.etcd_store import TRANSACTION_SIZE_MAX, EtcdStore
-from bkctl.metadata.backends.etcd.requests import put_key
+from bkctl.metadata.backends.etcd.etcd_store import TRANSACTION_SIZE_MAX, EtcdStore, put_key
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 

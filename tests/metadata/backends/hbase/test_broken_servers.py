@@ -26,12 +26,12 @@ from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase import hbase_store as store_module
 from bkctl.metadata.backends.hbase import regions
 from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager, HBaseStore
-from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
+from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
 from bkctl.metadata.backends.hbase.rpc import Retries
 from bkctl.metadata.backends.sessions import PolledWatches
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import NEW, StoreConnection
 
 Answer = Callable[[str, Any], Message | bytes]
 ATTEMPTS_MAX = 5
@@ -135,12 +135,12 @@ def rows_of(answer: Answer, *, timeout_s: float = LIMIT_S, meta: pb.ServerName |
     zookeeper: Any = SimpleNamespace(
         hosts="zk:1", timeout_s=timeout_s, run=lambda *_: (node, None), client=SimpleNamespace(get_async=None)
     )
-    table = HBaseTable(zookeeper, "/hbase", "t")
     with ThreadPoolExecutor(4) as executor:
+        rows = Rows(zookeeper, "/hbase", "t", executor, "HBase")
         try:
-            yield Rows(table, executor)
+            yield rows
         finally:
-            table.close()
+            rows.close()
             server.close()
 
 
@@ -182,7 +182,7 @@ def test_counter_that_stays_below_its_position_ends_in_a_timeout() -> None:
 @pytest.mark.parametrize("node", [b"", b"PBUF", pb.ServerNode(server=pb.ServerName(host_name="h")).SerializeToString()])
 def test_node_without_host_or_port_is_refused(node: bytes) -> None:
     with rows_of(to_all(pb.ScanResponse())) as rows:
-        zookeeper: Any = rows.table._zookeeper
+        zookeeper: Any = rows._zookeeper
         zookeeper.run = lambda *_: (node, None)
         with pytest.raises(Unsupported, match="names no server of HBase"):
             rows.get([5])
@@ -203,7 +203,7 @@ def test_change_without_its_outcome_ends_in_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("answer", [pb.ProcedureResponse(), pb.ProcedureResponse(proc_id=3)])
-@pytest.mark.parametrize("change", [Rows.create_table, lambda rows: rows.table.drop()], ids=["create", "drop"])
+@pytest.mark.parametrize("change", [Rows.create_table, lambda rows: rows.drop()], ids=["create", "drop"])
 def test_procedures_without_their_state_are_refused(answer: Message, change: Callable[[Rows], Any]) -> None:
     nothing = pb.ProcedureResponse()  # the same bytes as an answer without a state
     with (
@@ -292,9 +292,8 @@ def test_corrupt_row_fails_alone_among_those_read_and_watched_with_it(monkeypatc
 
     with rows_of(answer) as rows:
         store: Any = HBaseStore.__new__(HBaseStore)
-        store.name, store._rows, store._stop = "test", rows, threading.Event()
+        store.name, store._rows, store._connection = "test", rows, StoreConnection()
         store._watched = PolledWatches(store._versions)
-        store._watch_lock, store._watch_thread = threading.Lock(), None
         manager = HBaseLedgerManager(store)
         seen: dict[int, list[object]] = {ledger: [] for ledger in (4, 5, 6)}
         for ledger, reports in seen.items():
@@ -309,8 +308,8 @@ def test_corrupt_row_fails_alone_among_those_read_and_watched_with_it(monkeypatc
         read = dict(manager.read_many(LedgerId(0, ledger) for ledger in (4, 5, 6)))
         with pytest.raises(Corrupt):
             list(manager.values([LedgerId(0, 4), LedgerId(0, 5)]))
-        store._stop.set()
-        store._watch_thread.join()
+        store._connection.begin_close()
+        store._connection.threads["rows"].join()
     assert [type(found) for found in read.values()] == [VersionedMetadata, Corrupt, VersionedMetadata]
 
 
