@@ -36,7 +36,6 @@ from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.journal import JournalReader
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Cookie
@@ -50,7 +49,7 @@ from bkctl.spark.jobs.inventory import log_row
 from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import ledger_values, where_and_why
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.indexes import DatabaseRange, DatabaseReader, IndexedEntries, entry_rows
+from bkctl.spark.sources.indexes import DatabaseRange, IndexedEntries, entry_rows
 from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of_v1, digest_of_v2
 from bkctl.spark.sources.records import OpenLogs
 
@@ -487,14 +486,10 @@ class IndexExtract:
         }
         for current, scoped in sorted(databases):
             part = DatabaseRange(str(current), scoped, self._bookie.bookie_id)
-            database = part.path("locations")
-            path = str(database)
+            path = str(part.path("locations"))
             try:
-                with (
-                    LedgersDatabase.open(part.path("ledgers"), scoped=scoped) as ledgers,
-                    LocationsDatabase.open(database, scoped=scoped) as locations,
-                ):
-                    yield path, scoped, DatabaseReader(part, ledgers, locations, Conditions()).entries()
+                with part.reader(Conditions()) as reader:
+                    yield path, scoped, reader.entries()
             except PermissionError:
                 raise
             except OSError as error:
@@ -518,8 +513,8 @@ class IndexExtract:
     def _add(
         self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter
     ) -> None:  # fmt: skip
-        constants = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
-        for batch in entry_rows(self._schema, entries, Conditions(), constants):
+        of_file = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
+        for batch in entry_rows(self._schema, entries, Conditions(), [of_file]):
             writer.add(batch)
         self._chunk.append(entries)
         self._count += len(entries.entry_ids)
@@ -553,7 +548,9 @@ class IndexExtract:
             return np.zeros(len(entries.entry_ids), np.bool_)
         wanted = (entries.locations & 0xFFFFFFFF) - 4
         places = np.minimum(np.searchsorted(offsets, wanted), len(offsets) - 1)
-        scopes, ledgers = (_unsigned(table.column(name)) for name in ("ledgerScopeId", "ledgerId"))
+        # A record without a ledger gets an arbitrary id: no index has an entry of its entry id.
+        ids = (pc.fill_null(table.column(name).cast(pa.uint64()), 0) for name in ("ledgerScopeId", "ledgerId"))
+        scopes, ledgers = (column.to_numpy() for column in ids)
         found: npt.NDArray[np.bool_] = (
             (offsets[places] == wanted)
             & (scopes[places] == entries.scope_ids)
@@ -566,7 +563,7 @@ class IndexExtract:
         """Yield the evidence for each place, in each log with this id."""
         log_id, scoped = key
         columns = (column.tolist() for column in entries)
-        for scope_id, ledger_id, entry_id, location in zip(*columns, strict=True):
+        for scope_id, ledger_id, entry_id, location, _ in zip(*columns, strict=True):
             offset = (location & 0xFFFFFFFF) - 4
             for candidate, (path, _) in enumerate(self._parts.get(key, ())):
                 yield {
@@ -584,15 +581,3 @@ class IndexExtract:
                 found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
             found["record"] = record if is_evidence else None
         return found
-
-
-def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
-    """Return ids as numbers. A record without a ledger gets an arbitrary id: no index has an entry of its entry id."""
-    encoded = column.combine_chunks().dictionary_encode()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.combine_chunks()
-    if not len(encoded.dictionary):
-        return np.zeros(len(column), np.uint64)
-    values = np.array([int(value) for value in encoded.dictionary.to_pylist()], np.uint64)
-    found: npt.NDArray[np.uint64] = values[encoded.indices.fill_null(0).to_numpy()]
-    return found

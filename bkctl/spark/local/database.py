@@ -22,10 +22,10 @@ _INTERRUPT_S: Final = 0.5
 
 
 class Query:
-    """One query, with the Arrow data that it reads."""
+    """One query, with the Arrow data that it reads; `only_columns`: a query of the columns alone, without rows."""
 
-    def __init__(self, cursor: Any) -> None:
-        self.cursor = cursor
+    def __init__(self, cursor: Any, *, only_columns: bool = False) -> None:
+        self.cursor, self.only_columns = cursor, only_columns
         #: The error of a source; DuckDB passes on its text only.
         self.error: Exception | None = None
         self._numbers = count()
@@ -80,10 +80,10 @@ class LocalDatabase:
             while (batch := self._wait(query, lambda: next(rows, None))) is not None:
                 yield batch
 
-    def schema_of(self, sql: str) -> pa.Schema:
+    def schema_of(self, write: Callable[[Query], str]) -> pa.Schema:
         """Return the columns of a query."""
-        with self._query() as query:
-            return self._reader(query, sql).schema
+        with self._query(only_columns=True) as query:
+            return self._reader(query, write(query)).schema
 
     def _reader(self, query: Query, sql: str) -> Any:
         return self._wait(query, lambda: query.cursor.sql(sql).to_arrow_reader(_BATCH_ROWS))
@@ -107,12 +107,12 @@ class LocalDatabase:
             raise
 
     @contextmanager
-    def _query(self) -> Iterator[Query]:
+    def _query(self, *, only_columns: bool = False) -> Iterator[Query]:
         """Yield a query of its own. Raises the error of a source, or a BkctlError that says why DuckDB failed."""
         import duckdb
         import pyarrow as pa
 
-        query = Query(self._connection.cursor())
+        query = Query(self._connection.cursor(), only_columns=only_columns)
         try:
             yield query
         except (duckdb.Error, pa.ArrowException) as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from bkctl.errors import BkctlError
 from bkctl.spark.local.database import LocalDatabase, Query
-from bkctl.spark.local.functions import Expression, LocalFunctions, column, duckdb_type, quoted
+from bkctl.spark.local.functions import Expression, LocalFunctions, column, quoted
 from bkctl.spark.sources import source_named
 from bkctl.spark.sources.columns import arrow_schema
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 #: Sources of files are streams. Stores belong to the thread that opens them, and streams are read in DuckDB's.
 _STREAMS: Final = ("bookkeeper.entrylog", "bookkeeper.journal", "bookkeeper.index")
 _HOWS: Final = {"inner": "INNER", "left": "LEFT", "full_outer": "FULL", "left_semi": "SEMI", "left_anti": "ANTI"}
-#: Writes the SQL of a frame for a query; None: for a query of the columns alone, without rows.
-_Writer = Callable[[Query | None], str]
+#: Writes the SQL of a frame for a query.
+_Writer = Callable[[Query], str]
 _numbers = count()
 
 
@@ -102,16 +102,16 @@ class LocalSession(LocalDatabase):
         def stored(query: Query) -> str:
             nonlocal exists
             if not exists:
-                self.run(lambda query: f"CREATE OR REPLACE TABLE {table} AS {empty(schema)}")
+                self._store(f"CREATE OR REPLACE TABLE {table} AS", schema.empty_table())
                 for batch in batches():
-                    self._insert(table, pa.Table.from_batches([batch], schema))
+                    self._store(f"INSERT INTO {table}", pa.Table.from_batches([batch], schema))
                 exists = True
             return table
 
         return self._frame(schema, stored, is_stored=True)
 
-    def _insert(self, table: str, rows: pa.Table) -> None:
-        self.run(lambda query: f"INSERT INTO {table} SELECT * FROM {query.table(rows)}")
+    def _store(self, into: str, rows: pa.Table) -> None:
+        self.run(lambda query: f"{into} SELECT * FROM {query.table(rows)}")
 
     def of_dataset(self, dataset: Any) -> LocalFrame:
         """Return the rows of an Arrow dataset or table, which queries read in parts."""
@@ -119,9 +119,11 @@ class LocalSession(LocalDatabase):
 
     def _frame(self, schema: pa.Schema, table: Callable[[Query], str], *, is_stored: bool = False) -> LocalFrame:
         """Return the rows of the `table` of a query."""
-        return LocalFrame(
-            self, lambda query: empty(schema) if query is None else f"SELECT * FROM {table(query)}", is_stored=is_stored
-        )
+
+        def write(query: Query) -> str:
+            return f"SELECT * FROM {query.table(schema.empty_table()) if query.only_columns else table(query)}"
+
+        return LocalFrame(self, write, is_stored=is_stored)
 
 
 class LocalReader:
@@ -186,9 +188,9 @@ class _Rows:
         self._is_persisted = False
         self._table: str | None = None
 
-    def sql(self, query: Query | None) -> str:
+    def sql(self, query: Query) -> str:
         """Return the frame as SQL for `query`."""
-        if query is None or not self._is_persisted:
+        if query.only_columns or not self._is_persisted:
             return self._write(query)
         if self._table is None:
             table = f"t{next(_numbers)}"
@@ -203,7 +205,7 @@ class _Rows:
     @cached_property
     def schema(self) -> pa.Schema:
         """Return the columns as an Arrow schema."""
-        return self._session.schema_of(self.sql(None))
+        return self._session.schema_of(self.sql)
 
     @property
     def columns(self) -> list[str]:
@@ -312,7 +314,7 @@ class LocalFrame(_Rows):
             shown += [f"r.{quoted(name)}" for name in other.columns if name not in keys]
         using = ", ".join(map(quoted, keys))
 
-        def write(query: Query | None) -> str:
+        def write(query: Query) -> str:
             sides = f"({self.sql(query)}) l {_HOWS[how]} JOIN ({other.sql(query)}) r"
             return f"SELECT {', '.join(shown)} FROM {sides} USING ({using})"
 
@@ -353,9 +355,3 @@ class Groups:
     def sum(self, *names: str) -> LocalFrame:
         """Return the sums of these columns."""
         return self.agg(*(LocalFunctions.sum(name).alias(f"sum({name})") for name in names))
-
-
-def empty(schema: pa.Schema) -> str:
-    """Return a query of these columns without rows."""
-    columns = ", ".join(f"CAST(NULL AS {duckdb_type(field.type)}) AS {quoted(field.name)}" for field in schema)
-    return f"SELECT {columns} WHERE FALSE"

@@ -6,15 +6,14 @@ Names are the same as in the commands' JSON objects. Ids of scopes and ledgers c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.columns import Kind
-from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
+from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import LEDGER_COLUMNS
-from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,24 +62,6 @@ TYPES: Final[Mapping[str, str]] = {
 def ddl(columns: Iterable[str]) -> str:
     """Return the schema of these columns, as Spark's DDL."""
     return ", ".join(f"`{name}` {TYPES[name]}" for name in columns)
-
-
-def source_schema(options: SourceOptions, default: Sequence[str], on_request: Sequence[str]) -> str:
-    """Return the schema that the options ask for: the columns, and `damage` in mode permissive."""
-    columns = options.columns(default, on_request)
-    return ddl([*columns, DAMAGE] if options.mode() is Mode.PERMISSIVE else columns)
-
-
-def checked_schema(source: str, schema: StructType | pa.Schema, known: Collection[str]) -> pa.Schema:
-    """Return a caller's `schema` for Arrow; the local engine passes the source's own, as an Arrow schema.
-
-    Raises UsageError if it has a column or type that the source does not have.
-    """
-    for field in getattr(schema, "fields", ()):
-        kind = field.dataType.simpleString()
-        if field.name not in known or kind != TYPES[field.name]:
-            raise UsageError(f"{source} has no column {field.name} of type {kind}", hint=f"it has {ddl(known)}")
-    return arrow_schema_of(schema)
 
 
 class LedgerColumns:
@@ -195,13 +176,11 @@ def arrow_schema(ddl: str) -> pa.Schema:
     return pa.schema([(name.strip("`"), arrow_type(kind.strip())) for name, _, kind in pairs])
 
 
-def arrow_schema_of(schema: Any) -> pa.Schema:
+def arrow_schema_of(schema: StructType | pa.Schema) -> pa.Schema:
     """Return a StructType of PySpark as an Arrow schema; an Arrow schema stays as it is."""
     import pyarrow as pa
 
-    if isinstance(schema, pa.Schema):
-        return schema
-    return pa.schema([(field.name, arrow_type(field.dataType.simpleString())) for field in schema.fields])
+    return schema if isinstance(schema, pa.Schema) else pa.schema(list(arrow_type(schema.simpleString())))
 
 
 def arrow_type(text: str) -> pa.DataType:

@@ -29,7 +29,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.spark.sources.cluster_options import Client
-from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
+from bkctl.spark.sources.ledgers import NAME, LedgerSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -57,13 +57,11 @@ class LedgerWriter(DataSourceArrowWriter):
     `ledgerPasswordEnv`. A `batch` of a stream has ids and a mark of its own, which every attempt at it shares.
     """
 
-    def __init__(
-        self, settings: LedgerQuerySettings, schema: StructType, overwrite: bool, *, batch: int | None = None
-    ) -> None:
-        self._settings, options = settings, settings.options
+    def __init__(self, source: LedgerSource, schema: StructType, overwrite: bool, *, batch: int | None = None) -> None:
+        self._source, options = source, source.checked
         job = uuid.uuid4()
         high, low = LedgerId.from_value(job.int)
-        self._scope_id = high if settings.scope_id is None else settings.scope_id
+        self._scope_id = high if source.scope_id is None else source.scope_id
         #: The first id of this write in scopes other than 0.
         self._first_id = low >> _LOW_BITS << _LOW_BITS if batch is None else batch + 1 << _LOW_BITS
         self._mark = job.hex if batch is None else f"batch-{batch}"
@@ -84,7 +82,7 @@ class LedgerWriter(DataSourceArrowWriter):
         #: The generator of ids in scope 0 before this write.
         self._generator_state: tuple[int, ...] = ()
         if self._scope_id == 0:
-            with settings.cluster.open() as cluster:
+            with source.cluster.open() as cluster:
                 self._generator_state = cluster.ledgers.generator_state()
 
     # --- in the tasks -------------------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ class LedgerWriter(DataSourceArrowWriter):
         first = next(filled, None)
         if first is None:
             return LedgerWritten(partition, None)
-        with Client(self._settings.cluster) as client:
+        with Client(self._source.cluster) as client:
             handle = client.run(self._create(client))
             try:
                 for batch in (batch for batches in ((first,), filled) for batch in batches):
@@ -116,8 +114,8 @@ class LedgerWriter(DataSourceArrowWriter):
         return {
             **self._shape,
             "digest_type": self._digest_type,
-            "password": self._settings.options.secret("ledgerPassword") or b"",
-            "custom_metadata": {**self._settings.custom_metadata, JOB_KEY: mark.encode()},
+            "password": self._source.checked.secret("ledgerPassword") or b"",
+            "custom_metadata": {**self._source.custom_metadata, JOB_KEY: mark.encode()},
         }
 
     async def _create(self, client: Client) -> WriteHandle:
@@ -160,7 +158,7 @@ class LedgerWriter(DataSourceArrowWriter):
 
     def delete_others(self, keep: frozenset[LedgerId]) -> None:
         """Delete the ledgers of this write that are not in `keep`. Raises the errors of the metadata store."""
-        with self._settings.cluster.open() as cluster:
+        with self._source.cluster.open() as cluster:
             others = (each for each in self._candidates(cluster) if each not in keep)
             mark = self._mark.encode()
             for ledger, found in cluster.ledgers.read_many(others):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -32,11 +32,7 @@ from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
 from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.columns import DAMAGE, ledger_values, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
 
 NAME: Final = "bookkeeper.metadata"
 SECTION_SIZE_BYTES_DEFAULT: Final = 32 << 20
@@ -98,24 +94,29 @@ class _Damage(NamedTuple):
     reason: str
 
 
-class MetadataReader(QueryReader):
-    """Plans and reads; `partitions` and `read` need no Spark."""
+class MetadataSource(TableSource):
+    """The data source; see the module.
+
+    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
+    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
+    """
 
     source = NAME
-    options = (*CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes")
+    known = (*CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes")
     never_null = LEDGER_COLUMNS
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._export = options.text("path")
-        self._cluster = None if self._export is not None else ClusterOptions(options)
-        self._range_size = options.integer("ledgersPerPartition", RANGE_SIZE, 1)
-        self._section_size = options.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
-        self._named = self._conditions.ledgers is not None
+    columns = tuple(COLUMNS)
 
-    @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        return tuple(COLUMNS), ()
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        checked = self.checked
+        self._export = checked.text("path")
+        if (checked.text("metadataUri") is None) == (self._export is None):
+            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")
+        self._cluster = None if self._export is not None else ClusterOptions(checked)
+        self._range_size = checked.integer("ledgersPerPartition", RANGE_SIZE, 1)
+        self._section_size = checked.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
+        self._named = self._conditions.ledgers is not None
 
     # --- planning -----------------------------------------------------------------------------------------------
 
@@ -217,18 +218,3 @@ def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> 
     if ledger is None or column not in LEDGER_COLUMNS:
         return None
     return ledger_values(ledger)[column]
-
-
-class MetadataSource(TableSource):
-    """The data source; see the module.
-
-    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
-    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
-    """
-
-    reads = MetadataReader
-
-    def __init__(self, options: dict[str, str]) -> None:
-        super().__init__(options)
-        if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
-            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -37,13 +37,10 @@ from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RECORD_SIZE_BYTES_MAX, RecordType
 from bkctl.spark.sources.columns import damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import Mode
 from bkctl.spark.sources.places import Place, resolve, unseen
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
 from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows, Selection
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
 
 #: Bytes of a header that never change: the magic and the version.
 _HEADER_SIZE: Final = 8
@@ -122,23 +119,22 @@ class RecordRowKind(StrEnum):
     LEDGERS = "ledgers"
 
 
-class RecordReader(QueryReader):
-    """Plans and reads the files of one source; a subclass opens one kind of file."""
+class RecordSource(TableSource):
+    """Plans and reads files of records; a subclass opens one kind of file."""
 
     #: The column of the file's id: `logId` or `journalId`.
     id_name: str
-    options = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
+    known = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
     #: A running bookie writes into space that is allocated ahead.
     is_written_in_place = False
-    on_request: tuple[str, ...] = ("payload", "record", "digestType", "digest")
+    on_request: Sequence[str] = ("payload", "record", "digestType", "digest")
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._paths = options.paths()
-        self._digest_type = options.digest_type()
-        self._borders = options.offsets("borders")
-        self._rows = options.choice("rows", RecordRowKind.RECORDS)
-        self._types = frozenset(options.words("types")) or None
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self._digest_type = self.checked.digest_type()
+        self._borders = self.checked.offsets("borders")
+        self._rows = self.checked.choice("rows", RecordRowKind.RECORDS)
+        self._types = frozenset(self.checked.words("types")) or None
         for name in self._types or ():
             if name not in [*RecordType]:
                 raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
@@ -148,14 +144,11 @@ class RecordReader(QueryReader):
         self.never_null = (
             "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
         )  # fmt: skip
-
-    @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the columns; of records the default ones are the same as of the command that reads such files."""
-        of_file = (cls.id_name, f"{cls.id_name}Hex")
-        if options.choice("rows", RecordRowKind.RECORDS) is RecordRowKind.LEDGERS:
-            return (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS), ()
-        return (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS), cls.on_request
+        of_file = (self.id_name, f"{self.id_name}Hex")
+        if self._rows is RecordRowKind.LEDGERS:
+            self.columns, self.on_request = (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS), ()
+        else:  # The same as of the command that reads such files.
+            self.columns = (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS)
 
     # Subclasses implement:
 
@@ -270,14 +263,18 @@ _HOPS: Final = 1024
 _OPEN_LOGS_MAX: Final = 64
 
 
-class EntryLogRecords(RecordReader):
-    """Plans and reads entry logs."""
+class EntryLogSource(RecordSource):
+    """The records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
+
+    A log whose ledgers map names none of the wanted ledgers is not read, so its damage is unseen. Unfinished files of
+    compactions in directories are skipped: their entries are in a log, too.
+    """
 
     id_name = "logId"
     source = "bookkeeper.entrylog"
 
     def list_places(self) -> list[Place]:
-        return resolve(self._paths, lambda directories: directories.entry_logs(), content_id_of)
+        return resolve(self.checked.paths(), lambda directories: directories.entry_logs(), content_id_of)
 
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         with EntryLogReader.open(path) as reader:
@@ -330,16 +327,6 @@ class OpenLogs:
             reader.close()
 
 
-class EntryLogSource(TableSource):
-    """The records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
-
-    A log whose ledgers map names none of the wanted ledgers is not read, so its damage is unseen. Unfinished files of
-    compactions in directories are skipped: their entries are in a log, too.
-    """
-
-    reads = EntryLogRecords
-
-
 def _batches(reader: EntryLogReader, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
     """Yield the records of a log as `EntryLogReader.batches` does; without `content`, large bodies are not read."""
     at = max(start, HEADER_SIZE)
@@ -389,27 +376,21 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 # --- journals ---------------------------------------------------------------------------------------------------------
 
 
-class JournalRecords(RecordReader):
-    """Plans and reads journals."""
-
-    id_name = "journalId"
-    source = "bookkeeper.journal"
-    is_written_in_place = True
-    on_request = (*RecordReader.on_request, "masterKey")
-
-    def list_places(self) -> list[Place]:
-        return resolve(self._paths, lambda directories: directories.journals(), journal_id_of)
-
-    def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
-        with JournalReader.open(path) as reader:
-            yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))
-
-
-class JournalSource(TableSource):
+class JournalSource(RecordSource):
     """The records of journals, as `bkctl journal read` prints them.
 
     `masterKey` is a column on request, and a secret. A journal may end inside a record, as when its bookie stopped; a
     replay ignores that record, and so does this source. Any other end is damage.
     """
 
-    reads = JournalRecords
+    id_name = "journalId"
+    source = "bookkeeper.journal"
+    is_written_in_place = True
+    on_request = (*RecordSource.on_request, "masterKey")
+
+    def list_places(self) -> list[Place]:
+        return resolve(self.checked.paths(), lambda directories: directories.journals(), journal_id_of)
+
+    def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
+        with JournalReader.open(path) as reader:
+            yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))

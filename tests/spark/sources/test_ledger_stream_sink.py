@@ -14,8 +14,8 @@ from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import Conflict, NotEnoughBookies, UsageError
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter
-from bkctl.spark.sources.ledger_source import LedgerSource
 from bkctl.spark.sources.ledger_stream_sink import BatchWritten, LedgerStreamWriter, committed_ledgers
+from bkctl.spark.sources.ledgers import LedgerSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -43,7 +43,7 @@ class Query:
 
     def task(self, batch: int, partition: int, *payloads: bytes) -> BatchWritten:
         source = LedgerSource(self._options)
-        writer = LedgerWriter(source._settings, struct_of("`payload` binary"), False, batch=batch)
+        writer = LedgerWriter(source, struct_of("`payload` binary"), False, batch=batch)
         written = writer.write(rows(*payloads))
         written.partition = partition
         return pickle.loads(pickle.dumps(BatchWritten(written, self._name)))
