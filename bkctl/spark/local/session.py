@@ -92,38 +92,38 @@ class LocalSession(LocalDatabase):
         self, schema: pa.Schema, batches: Callable[[], Iterator[pa.RecordBatch]], *, is_stream: bool
     ) -> LocalFrame:
         """Return rows that `batches` yields: to each query anew as a stream, else once, in this thread."""
-        import pyarrow as pa
-
         if is_stream:
-            return self._frame(schema, lambda query: query.stream(schema, batches()))
-        table = f"m{next(_numbers)}"
-        exists = False
+            return self._frame(schema, lambda query, _: query.stream(schema, batches()))
+        is_filled = False
 
-        def stored(query: Query) -> str:
-            nonlocal exists
-            if not exists:
-                self._store(f"CREATE OR REPLACE TABLE {table} AS", schema.empty_table())
+        def filled(query: Query, table: str) -> str:
+            import pyarrow as pa
+
+            nonlocal is_filled
+            if not is_filled:
+                self.run(lambda query: f"DELETE FROM {table}")
                 for batch in batches():
                     self._store(f"INSERT INTO {table}", pa.Table.from_batches([batch], schema))
-                exists = True
+                is_filled = True
             return table
 
-        return self._frame(schema, stored, is_stored=True)
-
-    def _store(self, into: str, rows: pa.Table) -> None:
-        self.run(lambda query: f"{into} SELECT * FROM {query.table(rows)}")
+        return self._frame(schema, filled, is_stored=True)
 
     def of_dataset(self, dataset: Any) -> LocalFrame:
         """Return the rows of an Arrow dataset or table, which queries read in parts."""
-        return self._frame(dataset.schema, lambda query: query.table(dataset))
+        return self._frame(dataset.schema, lambda query, _: query.table(dataset))
 
-    def _frame(self, schema: pa.Schema, table: Callable[[Query], str], *, is_stored: bool = False) -> LocalFrame:
-        """Return the rows of the `table` of a query."""
+    def _frame(self, schema: pa.Schema, table: Callable[[Query, str], str], *, is_stored: bool = False) -> LocalFrame:
+        """Return the rows of the `table` of a query, which gets the name of an empty table with these columns."""
+        empty = f"m{next(_numbers)}"
+        self._store(f"CREATE TABLE {empty} AS", schema.empty_table())
+        return LocalFrame(
+            self, lambda query: f"SELECT * FROM {empty if query.only_columns else table(query, empty)}",
+            is_stored=is_stored,
+        )  # fmt: skip
 
-        def write(query: Query) -> str:
-            return f"SELECT * FROM {query.table(schema.empty_table()) if query.only_columns else table(query)}"
-
-        return LocalFrame(self, write, is_stored=is_stored)
+    def _store(self, into: str, rows: pa.Table) -> None:
+        self.run(lambda query: f"{into} SELECT * FROM {query.table(rows)}")
 
 
 class LocalReader:
