@@ -18,15 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
 from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import RecordBatch
@@ -171,12 +173,12 @@ class RecordSource(TableSource):
             accepts = self._conditions.accepts
             listed = self.list_places()
             places = [place for place in listed if all(accepts(*each) for each in self._constants(place).items())]
-            try:
-                with ThreadPoolExecutor(min(_PLANNERS_MAX, len(places)) or 1) as planners:
-                    return [part for ranges in planners.map(self._plan, places) for part in ranges]
-            except _Vanished as error:
-                # Compaction moved its entries to a log that may not have been listed: list again.
-                gone = error.args[0]
+            with ThreadPoolExecutor(min(_PLANNERS_MAX, len(places)) or 1) as planners:
+                planned = list(planners.map(self._plan, places))
+            gone = next((place.path for place, ranges in zip(places, planned, strict=True) if ranges is None), None)
+            if gone is None:
+                return list(chain.from_iterable(ranges or () for ranges in planned))
+            # Compaction moved its entries to a log that may not have been listed: list again.
         raise Conflict(
             f"{gone} was deleted while it was read", hint="the bookie deletes many files now; try again later"
         )
@@ -190,10 +192,14 @@ class RecordSource(TableSource):
         # Spark adds a partition of its own to an empty list.
         if isinstance(partition, Range):
             place, damages = partition.place, list[tuple[int | None, str]]()
-            rows = self._rows_of(place)
+            schema, constants = self._schema, self._constants(place)
+            selection = Selection(self._conditions, self._types)
+            rows: RecordRows | LedgerSums = LedgerSums(schema, constants, selection)
+            if self._rows is RecordRowKind.RECORDS:
+                rows = RecordRows(schema, constants, selection, self._digest_type)
             yield from rows.of(self._up_to_damage(partition, damages))
             for offset, reason in damages:
-                yield damage_row(rows.schema, place.path, offset, reason, **self._constants(place))
+                yield damage_row(schema, place.path, offset, reason, **constants)
 
     def _constants(self, place: Place) -> dict[str, Any]:
         file_id = place.file_id
@@ -205,20 +211,14 @@ class RecordSource(TableSource):
             "bookieId": place.bookie_id,
         }
 
-    def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
-        schema, constants = self._schema, self._constants(place)
-        selection = Selection(self._conditions, self._types)
-        if self._rows is RecordRowKind.LEDGERS:
-            return LedgerSums(schema, constants, selection)
-        return RecordRows(schema, constants, selection, self._digest_type)
-
-    def _plan(self, place: Place) -> list[Range]:
+    def _plan(self, place: Place) -> list[Range] | None:
+        """Return the ranges of a file; None if it was listed and deleted."""
         borders = (None, *self._borders.get(place.path, ()), None)
         try:
             state = FileState.of(place.path)
-        except NotFound as error:
+        except NotFound:
             if place.found:
-                raise _Vanished(place.path) from error
+                return None
             raise
         except UsageError:
             raise
@@ -250,10 +250,6 @@ class RecordSource(TableSource):
             damages.append(where_and_why(found))
 
 
-class _Vanished(Exception):
-    """A listed file was deleted; its argument is the path."""
-
-
 # --- entry logs -------------------------------------------------------------------------------------------------------
 
 #: Average size from which reading single headers costs less than reading whole records.
@@ -274,20 +270,16 @@ class EntryLogSource(RecordSource):
     source = "bookkeeper.entrylog"
 
     def list_places(self) -> list[Place]:
-        return resolve(self.checked.paths(), lambda directories: directories.entry_logs(), content_id_of)
+        return resolve(self.checked.paths(), BookieDirectories.entry_logs, content_id_of)
 
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         with EntryLogReader.open(path) as reader:
-            if not self._conditions.about_ledgers or self._may_hold_wanted(reader):
+            sizes = None
+            with suppress(CorruptRecord):
+                sizes = reader.ledgers_map() if self._conditions.about_ledgers else None
+            # A sound ledgers map without a wanted ledger: the log has no record to read.
+            if sizes is None or any(map(self._conditions.accepts_ledger, sizes)):
                 yield from _batches(reader, start, end, content=content)
-
-    def _may_hold_wanted(self, reader: EntryLogReader) -> bool:
-        """Return whether a wanted ledger may have records in this log; False only if a sound ledgers map has none."""
-        try:
-            sizes = reader.ledgers_map()
-        except CorruptRecord:
-            return True
-        return sizes is None or any(map(self._conditions.accepts_ledger, sizes))
 
 
 class OpenLogs:
@@ -389,7 +381,7 @@ class JournalSource(RecordSource):
     on_request = (*RecordSource.on_request, "masterKey")
 
     def list_places(self) -> list[Place]:
-        return resolve(self.checked.paths(), lambda directories: directories.journals(), journal_id_of)
+        return resolve(self.checked.paths(), BookieDirectories.journals, journal_id_of)
 
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         with JournalReader.open(path) as reader:
