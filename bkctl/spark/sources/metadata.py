@@ -86,12 +86,8 @@ class NamedLedgers(NamedTuple):
     needed: bool
 
 
-class _Damage(NamedTuple):
-    """The value of the column `damage` of one row."""
-
-    file: str | None
-    offset: int | None
-    reason: str
+#: A ledger, if it is known, with its row, or with the value of the column `damage`.
+_Found = tuple[LedgerId | None, LedgerRow | dict[str, Any]]
 
 
 class MetadataSource(TableSource):
@@ -122,29 +118,24 @@ class MetadataSource(TableSource):
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of a live store's ledgers, or sections of an export. Raises the errors of reading them."""
-        # Spark adds a partition of its own to an empty list.
-        return list(map(InputPartition, self._ranges() if self._export is None else self._sections(self._export)))
-
-    def _ranges(self) -> list[LedgerIds | NamedLedgers]:
-        assert self._cluster is not None
+        if self._cluster is None:
+            with self._export_file() as file:
+                sections, problem = file.sections(self._section_size)
+            damages = [] if problem is None else [self._damage(problem)]
+            return [*map(InputPartition, [*sections, *damages])]
         size, wanted = self._range_size, self._conditions.wanted_ledgers()
         if wanted is not None:
             numbers = [ledger.value for ledger in wanted]
-            return [NamedLedgers(numbers[at : at + size], self._named) for at in range(0, len(numbers) or 1, size)]
+            cuts = range(0, len(numbers), size)
+            return [InputPartition(NamedLedgers(numbers[at : at + size], self._named)) for at in cuts]
         scopes = self._conditions.ids_of("ledgerScopeId")
         with self._cluster.open() as cluster:
-            found = [
-                LedgerIds(each.first.value, each.last.value)
+            return [
+                InputPartition(LedgerIds(each.first.value, each.last.value))
                 for scope_id in ([None] if scopes is None else sorted(scopes))
                 for each in cluster.ledgers.ranges(scope_id, size=size)
                 if each.ledgers
             ]
-        return [*found] or [NamedLedgers((), False)]
-
-    def _sections(self, path: str) -> list[ExportSection | _Damage | NamedLedgers]:
-        with closing(ExportFile(Path(path))) as file:
-            sections, problem = file.sections(self._section_size)
-        return [*sections, *([] if problem is None else [self._damage(problem)])] or [NamedLedgers((), False)]
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -155,15 +146,12 @@ class MetadataSource(TableSource):
             arrays = [pa.array([_value(field.name, *row) for row in batch], field.type) for field in self._schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _rows(
-        self, part: LedgerIds | NamedLedgers | ExportSection | _Damage
-    ) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
-        if isinstance(part, _Damage):
+    def _rows(self, part: LedgerIds | NamedLedgers | ExportSection | dict[str, Any] | None) -> Iterator[_Found]:
+        if isinstance(part, dict):
             yield None, part
         elif isinstance(part, ExportSection):
             yield from self._rows_of_export(part)
-        elif isinstance(part, LedgerIds) or part.ledgers:
-            assert self._cluster is not None
+        elif part is not None and self._cluster is not None:  # Spark adds a partition of its own to an empty list.
             with self._cluster.open() as cluster:
                 needed = isinstance(part, NamedLedgers) and part.needed
                 for ledger, found in cluster.ledgers.read_many(self._ids(cluster, part)):
@@ -183,9 +171,8 @@ class MetadataSource(TableSource):
         listed = takewhile(lambda ledger: ledger <= last, cluster.ledgers.ledgers(scope_id, after))
         return filter(self._conditions.accepts_ledger, listed)
 
-    def _rows_of_export(self, section: ExportSection) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
-        assert self._export is not None
-        with closing(ExportFile(Path(self._export))) as file:
+    def _rows_of_export(self, section: ExportSection) -> Iterator[_Found]:
+        with self._export_file() as file:
             for at, record in file.section(section):
                 if isinstance(record, BkctlError):
                     yield None, self._damage(record)
@@ -203,18 +190,16 @@ class MetadataSource(TableSource):
                     ctime_ms = record.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
                     yield ledger, ledger_row(ledger, VersionedMetadata(metadata, 0, ctime_ms))
 
-    def _damage(self, error: BkctlError, offset: int | None = None) -> _Damage:
+    def _export_file(self) -> closing[ExportFile]:
+        return closing(ExportFile(Path(self._export or "")))
+
+    def _damage(self, error: BkctlError, offset: int | None = None) -> dict[str, Any]:
         self._mode.check(error)
-        if self._export is None:
-            return _Damage(None, None, str(error))
-        return _Damage(self._export, *where_and_why(error, offset))
+        at, reason = (None, str(error)) if self._export is None else where_and_why(error, offset)
+        return {"file": self._export, "offset": at, "reason": reason}
 
 
-def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> Any:
-    if column == DAMAGE:
-        return found._asdict() if isinstance(found, _Damage) else None
-    if not isinstance(found, _Damage):
-        return COLUMNS[column](found)
-    if ledger is None or column not in LEDGER_COLUMNS:
-        return None
-    return ledger_values(ledger)[column]
+def _value(column: str, ledger: LedgerId | None, found: LedgerRow | dict[str, Any]) -> Any:
+    if isinstance(found, dict):
+        return {DAMAGE: found, **({} if ledger is None else ledger_values(ledger))}.get(column)
+    return None if column == DAMAGE else COLUMNS[column](found)
