@@ -47,7 +47,7 @@ from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.garbage import log_rows
 from bkctl.spark.jobs.inventory import log_row
 from bkctl.spark.jobs.journal_audit import check_rows
-from bkctl.spark.sources.columns import ledger_values, where_and_why
+from bkctl.spark.sources.columns import damage_of, ledger_values
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.indexes import DatabaseRange, IndexedEntries, entry_rows
 from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of_v1, digest_of_v2
@@ -63,7 +63,6 @@ _PIECES: Final = ("ledgers", "damages")
 _LEDGERS_MAX: Final = 100_000
 #: Entries of the index that are compared with the logs at once.
 _CHUNK_ROWS: Final = 1 << 22
-_Damage = tuple[str, int | None, str]
 #: Lists of files to try where a listed file is deleted meanwhile.
 _ATTEMPTS_MAX: Final = 5
 #: Age of files that no list of parts names, and that no other extract can be writing any more.
@@ -115,7 +114,7 @@ class _Extract:
         #: Parts of the list written here, and parts that it no longer has.
         self._listed: set[str] = set()
         self._dropped: set[str] = set()
-        #: Logs that were read here, and are not read again if the list of logs is made again.
+        #: Logs that were read here.
         self._read: set[str] = set()
 
     def run(self) -> ExtractCounts:
@@ -127,8 +126,8 @@ class _Extract:
         evidence = {file.path for file in self._store.files(f"evidence/{self._directory}")}
         for log in logs:
             self._parts.append(("records", self._part(log)))
-            if self._evidence(log) in evidence:
-                self._parts.append(("evidence", self._evidence(log)))
+            if (part := self._part(log, "evidence")) in evidence:
+                self._parts.append(("evidence", part))
         self._publish()
         self._clean()
         read = sum(self._part(log) in self._read for log in logs)
@@ -185,45 +184,34 @@ class _Extract:
 
     def _extract_logs(self) -> list[BookieFile]:
         """Extract all entry logs and the index, and return the logs."""
+        known = {file.path for file in self._store.files(f"records/{self._directory}") if not self._full}
         for _ in range(_ATTEMPTS_MAX):
             logs = self._bookie.directories.entry_logs()
-            gone = self._read_logs(logs)
-            if gone is None:
-                self._write_index(logs)
-                return logs
+            try:
+                for number, log in enumerate(logs):
+                    self._progress(number, len(logs))
+                    if (part := self._part(log)) not in known:
+                        self._read_log(log, part)
+                        known.add(part)
+                        self._read.add(part)
+            except NotFound:
+                if log.path.exists():
+                    raise
+                gone = log.path
+                continue  # The bookie has deleted it meanwhile: list them again.
+            self._progress(len(logs), len(logs))
+            self._write_index(logs)
+            return logs
         raise Conflict(
             f"{gone} was deleted while it was read", hint="the bookie deletes many files now; try again later"
         )
 
-    def _read_logs(self, logs: list[BookieFile]) -> Path | None:
-        """Read the logs without a part. Returns a log that the bookie has deleted meanwhile: list them again."""
-        known = {file.path for file in self._store.files(f"records/{self._directory}")}
-        for number, log in enumerate(logs):
-            self._progress(number, len(logs))
-            part = self._part(log)
-            if part in self._read or (part in known and not self._full):
-                continue
-            try:
-                self._read_log(log, part)
-            except NotFound:
-                if log.path.exists():
-                    raise
-                return log.path
-            self._read.add(part)
-        self._progress(len(logs), len(logs))
-        return None
-
-    def _part(self, log: BookieFile) -> str:
-        """Return the path of the part of one log; another size or time gives another part."""
+    def _part(self, log: BookieFile, table: str = "records") -> str:
+        """Return the path of the part or piece of one log; another size or time gives another one."""
         directory = zlib.crc32(str(log.path.parent).encode())
         assert isinstance(log.id, int)
-        return f"records/{self._directory}/{log.id:x}-{log.size}-{log.mtime_ms}-{directory:08x}.parquet"
-
-    def _evidence(self, log: BookieFile) -> str:
-        return f"evidence/{self._part(log).removeprefix('records/')}"
-
-    def _piece(self, log: BookieFile, table: str) -> str:
-        return f"_pieces/{self._part(log).removeprefix('records/').removesuffix('.parquet')}/{table}.parquet"
+        name = f"{self._directory}/{log.id:x}-{log.size}-{log.mtime_ms}-{directory:08x}"
+        return f"_pieces/{name}/{table}.parquet" if table in _PIECES else f"{table}/{name}.parquet"
 
     def _read_log(self, log: BookieFile, part: str) -> None:
         constants = {**log_row(self._bookie.bookie_id, log), "source": "entryLog"}
@@ -233,9 +221,9 @@ class _Extract:
         # The part of `records` comes last: it stands for a log that was extracted as a whole.
         with (
             new_part("records", part, **constants) as writer,
-            new_part("evidence", self._evidence(log), if_empty=False, **constants) as evidence,
-            new_part("damages", self._piece(log, "damages"), if_empty=False, **constants) as damages,
-            new_part("ledgers", self._piece(log, "ledgers"), **constants) as ledgers,
+            new_part("evidence", self._part(log, "evidence"), if_empty=False, **constants) as evidence,
+            new_part("damages", self._part(log, "damages"), if_empty=False, **constants) as damages,
+            new_part("ledgers", self._part(log, "ledgers"), **constants) as ledgers,
         ):
             with _noting(damage), EntryLogReader.open(log.path) as reader:
                 for batch in _rows_of("records", reader, damage):
@@ -243,7 +231,7 @@ class _Extract:
                     writer.add(found)
                     evidence.add(doubtful)
                     _add_sums(sums, batch)
-            damages.add_rows(dict(zip(("offset", "reason"), where_and_why(error), strict=True)) for error in damage)
+            damages.add_rows(damage_of(error, str(log.path)) for error in damage)
             ledgers.add_rows(_ledger_rows(log, sums))
 
     def _write_index(self, logs: list[BookieFile]) -> None:
@@ -258,7 +246,7 @@ class _Extract:
             self._new_part("damages", "index") as damages,
         ):
             for damage in index.write(writer, evidence):
-                damages.add_rows([dict(zip(("file", "offset", "reason"), damage, strict=True), source="index")])
+                damages.add_rows([{**damage, "source": "index"}])
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -268,7 +256,7 @@ class _Extract:
         known = {file.path for file in self._store.files(f"_pieces/{self._directory}")}
         for table in _PIECES:
             with self._new_part(table) as writer:
-                for piece in (self._piece(log, table) for log in logs):
+                for piece in (self._part(log, table) for log in logs):
                     if piece not in known:
                         continue
                     rows = self._store.read(table, piece)
@@ -459,10 +447,10 @@ class IndexExtract:
         self._chunk: list[IndexedEntries] = []
         self._count = 0
         self._logs = OpenLogs()
-        self._damages: list[_Damage] = []
+        self._damages: list[dict[str, Any]] = []
 
-    def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[_Damage]:
-        """Write the entries and the evidence; yield the path, offset and reason of each damage."""
+    def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[dict[str, Any]]:
+        """Write the entries and the evidence; yield each damage."""
         with closing(self._logs):
             for directory in self._bookie.index_dirs:
                 for path, scoped, entries in self._sources(BookieDirectories((), (), [directory])):
@@ -493,9 +481,10 @@ class IndexExtract:
             except PermissionError:
                 raise
             except OSError as error:
-                self._damages.append((path, None, f"{path} cannot be read: {error.strerror or error}"))
+                problem = BkctlError(f"{path} cannot be read: {error.strerror or error}")
+                self._damages.append(damage_of(problem, path))
             except (Corrupt, NotFound, Unsupported, UsageError) as error:
-                self._damages.append((path, *where_and_why(error)))
+                self._damages.append(damage_of(error, path))
 
     def _before_damage(self, path: str, entries: Iterator[IndexedEntries]) -> Iterator[IndexedEntries]:
         """Yield the entries before damage, which goes to the damages."""
@@ -508,7 +497,7 @@ class IndexExtract:
         found: list[BkctlError] = []
         with suppress(NotFound), _noting(found):
             yield
-        self._damages += ((path, *where_and_why(error)) for error in found)
+        self._damages += (damage_of(error, path) for error in found)
 
     def _add(
         self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter

@@ -150,19 +150,18 @@ def table_of(
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def where_and_why(error: BkctlError, offset: int | None = None) -> tuple[int | None, str]:
-    """Return the offset (the error's own, else `offset`) and the reason of an error, for the column `damage`."""
+def damage_of(error: BkctlError, file: str | None, offset: int | None = None) -> dict[str, Any]:
+    """Return the value of the column `damage`, with the error's own offset, else `offset`."""
     if isinstance(error, CorruptRecord | TruncatedRecord):
         offset = error.offset
-    return offset, str(error)
+    return {"file": file, "offset": offset, "reason": str(error)}
 
 
-def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: str, /, **known: Any) -> pa.RecordBatch:
-    """Return one row with `damage`, `file` and the `known` columns; all other columns are null."""
+def damage_row(schema: pa.Schema, damage: Mapping[str, Any], /, **known: Any) -> pa.RecordBatch:
+    """Return one row with `damage`, its `file` and the `known` columns; all other columns are null."""
     import pyarrow as pa
 
-    values = {**known, "file": file, DAMAGE: {"file": file, "offset": offset, "reason": reason}}
-    return pa.RecordBatch.from_pylist([values], schema=schema)
+    return pa.RecordBatch.from_pylist([{**known, "file": damage["file"], DAMAGE: damage}], schema=schema)
 
 
 # --- schemas in Spark's DDL as Arrow schemas --------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from bkctl.formats.index import (
 )  # fmt: skip
 from bkctl.formats.names import DATABASE_NAMES, ROCKSDB_NAMES
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.columns import LedgerColumns, damage_row, ledger_values, table_of, where_and_why
+from bkctl.spark.sources.columns import LedgerColumns, damage_of, damage_row, ledger_values, table_of
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of, ids_by_scope, mask_of_ledgers
 from bkctl.spark.sources.places import bookie_id_at, local_paths, unseen
 from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
@@ -437,8 +437,7 @@ class IndexSource(TableSource):
             raise
         except BkctlError as error:
             self._mode.check(error)
-            path, bookie_id = of_file["file"], of_file["bookieId"]
-            yield damage_row(self._schema, path, *where_and_why(error), bookieId=bookie_id)
+            yield damage_row(self._schema, damage_of(error, of_file["file"]), bookieId=of_file["bookieId"])
 
     def _read_file(self, slots: Slots, of_file: Mapping[str, Any]) -> Iterator[IndexedEntries | pa.RecordBatch]:
         """Yield the file's entries, or the row of its ledger."""

@@ -309,7 +309,8 @@ class LedgerSource(TableSource):
         yield from table_of(self._schema, columns, count).to_batches()
 
     def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
-        return damage_row(self._schema, None, None, reason, **ledger_values(ledger), entryId=entry_id)
+        damage = {"file": None, "offset": None, "reason": reason}
+        return damage_row(self._schema, damage, **ledger_values(ledger), entryId=entry_id)
 
 
 async def _take(

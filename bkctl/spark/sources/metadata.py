@@ -30,7 +30,7 @@ from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
 from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
-from bkctl.spark.sources.columns import DAMAGE, ledger_values, where_and_why
+from bkctl.spark.sources.columns import DAMAGE, damage_of, ledger_values
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
 
@@ -195,8 +195,7 @@ class MetadataSource(TableSource):
 
     def _damage(self, error: BkctlError, offset: int | None = None) -> dict[str, Any]:
         self._mode.check(error)
-        at, reason = (None, str(error)) if self._export is None else where_and_why(error, offset)
-        return {"file": self._export, "offset": at, "reason": reason}
+        return damage_of(error, self._export, offset)
 
 
 def _value(column: str, ledger: LedgerId | None, found: LedgerRow | dict[str, Any]) -> Any:

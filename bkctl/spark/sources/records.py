@@ -37,7 +37,7 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MA
 from bkctl.formats.entry_log import HEADER_SIZE, content_id_of
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RECORD_SIZE_BYTES_MAX, RecordType
-from bkctl.spark.sources.columns import damage_row, where_and_why
+from bkctl.spark.sources.columns import damage_of, damage_row
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import Mode
 from bkctl.spark.sources.places import Place, resolve, unseen
@@ -191,15 +191,15 @@ class RecordSource(TableSource):
         """
         # Spark adds a partition of its own to an empty list.
         if isinstance(partition, Range):
-            place, damages = partition.place, list[tuple[int | None, str]]()
+            place, damages = partition.place, list[dict[str, Any]]()
             schema, constants = self._schema, self._constants(place)
             selection = Selection(self._conditions, self._types)
             rows: RecordRows | LedgerSums = LedgerSums(schema, constants, selection)
             if self._rows is RecordRowKind.RECORDS:
                 rows = RecordRows(schema, constants, selection, self._digest_type)
             yield from rows.of(self._up_to_damage(partition, damages))
-            for offset, reason in damages:
-                yield damage_row(schema, place.path, offset, reason, **constants)
+            for damage in damages:
+                yield damage_row(schema, damage, **constants)
 
     def _constants(self, place: Place) -> dict[str, Any]:
         file_id = place.file_id
@@ -226,7 +226,7 @@ class RecordSource(TableSource):
             return [Range(place)]  # The task that reads the file raises or reports this.
         return [Range(place, state, start or 0, end) for start, end in pairwise(borders)]
 
-    def _up_to_damage(self, part: Range, damages: list[tuple[int | None, str]]) -> Iterator[RecordBatch]:
+    def _up_to_damage(self, part: Range, damages: list[dict[str, Any]]) -> Iterator[RecordBatch]:
         """Yield the records of a range that were whole when the plan was made.
 
         In mode permissive add the damage that ends them to `damages`.
@@ -247,7 +247,7 @@ class RecordSource(TableSource):
             found = unseen(path) if isinstance(error, NotFound) else error
             # No mode permits that this machine does not see a file.
             (Mode.FAILFAST if isinstance(found, UsageError) else self._mode).check(found)
-            damages.append(where_and_why(found))
+            damages.append(damage_of(found, path))
 
 
 # --- entry logs -------------------------------------------------------------------------------------------------------
