@@ -132,7 +132,7 @@ def read_metadata(
 def fragments_of(metadata: Frame, held: Frame) -> Frame:
     """Return one row a fragment with entries: `first` and `last` entry, `bookies`, and the ledger's sizes.
 
-    `held` gives the last entries of ledgers that are not closed.
+    `held` gives the last entries of ledgers that are not closed; such a ledger without entries has no row.
     """
     F = functions_of(metadata)
 
@@ -146,8 +146,14 @@ def fragments_of(metadata: Frame, held: Frame) -> Frame:
 
     sizes = (QUALIFIED_NAME, "ensembleSize", "writeQuorumSize")
     fragments = F.explode(F.transform("ensembles", fragment)).alias("fragment")
-    ledgers = _with_last_entry(metadata, held).select(*sizes, fragments)
-    return ledgers.select(*sizes, "fragment.*").filter("first <= last")
+    is_open = F.col("state") != "CLOSED"
+    of_open = held.join(metadata.filter(is_open).select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi")
+    # A damaged entry must not decide how far its ledger goes; entries whose digest cannot be checked here have to.
+    checked = F.max(F.when(F.col("digest").isNotNull(), F.col("lac")))
+    confirmed = of_open.groupBy(QUALIFIED_NAME).agg(F.coalesce(checked, F.max("lac")).alias("last"))
+    open_ledgers = metadata.filter(is_open).join(confirmed, QUALIFIED_NAME)
+    ledgers = metadata.filter(~is_open).withColumn("last", F.col("lastEntryId")).unionByName(open_ledgers)
+    return ledgers.select(*sizes, fragments).select(*sizes, "fragment.*").filter("first <= last")
 
 
 def promised_blocks(fragments: Frame, bookies: Bookies) -> Frame:
@@ -215,15 +221,3 @@ def _holder_count(F: Functions, entry_id: FrameColumn, bookies: Bookies) -> Fram
     copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)
     write_set = F.transform(copies, lambda copy: F.get("bookies", F.pmod(entry_id + copy, "ensembleSize").cast("int")))
     return F.size(F.filter(write_set, lambda bookie_id: bookie_id.isin(given)))
-
-
-def _with_last_entry(metadata: Frame, held: Frame) -> Frame:
-    """Return the ledgers with `last`, their last promised entry; an open ledger without entries has no row."""
-    F = functions_of(metadata)
-    is_open = F.col("state") != "CLOSED"
-    of_open = held.join(metadata.filter(is_open).select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi")
-    # A damaged entry must not decide how far its ledger goes; entries whose digest cannot be checked here have to.
-    checked = F.max(F.when(F.col("digest").isNotNull(), F.col("lac")))
-    confirmed = of_open.groupBy(QUALIFIED_NAME).agg(F.coalesce(checked, F.max("lac")).alias("last"))
-    open_ledgers = metadata.filter(is_open).join(confirmed, QUALIFIED_NAME)
-    return metadata.filter(~is_open).withColumn("last", F.col("lastEntryId")).unionByName(open_ledgers)

@@ -80,7 +80,9 @@ class LedgerColumns:
         if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
             halves[:, 0], halves[:, 1] = scope_ids, ledger_ids
-            values = hex_texts(halves.view(np.uint8).reshape(-1, 16))
+            offsets = np.arange(len(halves) + 1, dtype=np.int32) * np.int32(32)
+            texts = halves.tobytes().hex().encode()
+            values = pa.StringArray.from_buffers(len(halves), pa.py_buffer(offsets), pa.py_buffer(texts))
         else:
             values = pa.array(scope_ids if name == "ledgerScopeId" else ledger_ids).cast(kind)
         return values.take(rows)
@@ -107,17 +109,6 @@ class LedgerColumns:
         data = encoded.dictionary.buffers()[1]
         distinct = np.frombuffer(data, np.uint64, 2 * len(encoded.dictionary)).reshape(-1, 2)
         return encoded.indices, distinct[:, 0], distinct[:, 1]
-
-
-def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
-    """Return each row of bytes (of one width) as lower-case hex digits."""
-    import numpy as np
-    import pyarrow as pa
-
-    count, width = rows.shape
-    offsets = np.arange(count + 1, dtype=np.int32) * np.int32(2 * width)
-    texts = rows.tobytes().hex().encode()
-    return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(texts))
 
 
 def ledger_values(ledger: LedgerId) -> dict[str, Any]:

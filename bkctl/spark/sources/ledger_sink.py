@@ -14,7 +14,7 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,7 +65,13 @@ class LedgerWriter(DataSourceArrowWriter):
         #: The first id of this write in scopes other than 0.
         self._first_id = low >> _LOW_BITS << _LOW_BITS if batch is None else batch + 1 << _LOW_BITS
         self._mark = job.hex if batch is None else f"batch-{batch}"
-        self._column = _payload_column(schema)
+        types = {field.name: field.dataType for field in schema.fields}
+        if PAYLOAD not in types:
+            problem = f"{NAME}: the rows have no column {PAYLOAD}"
+            raise UsageError(problem, hint=f"rename the one to write to {PAYLOAD}")
+        if types[PAYLOAD].typeName() not in ("binary", "string"):
+            raise UsageError(f"{NAME}: column {PAYLOAD} is {types[PAYLOAD].simpleString()}, not binary or string")
+        self._column = [*types].index(PAYLOAD)
         self._shape = {
             "ensemble_size": options.integer("ensembleSize", 3, 1),
             "write_quorum_size": options.integer("writeQuorumSize", 2, 1),
@@ -100,8 +106,12 @@ class LedgerWriter(DataSourceArrowWriter):
         with Client(self._source.cluster) as client:
             handle = client.run(self._create(client))
             try:
-                for batch in (batch for batches in ((first,), filled) for batch in batches):
-                    client.run(_add(handle, self._payloads(batch)))
+                for batch in chain((first,), filled):
+                    column = batch.column(self._column)
+                    if missing := column.null_count:
+                        problem = f"{missing} rows have no {PAYLOAD}; an entry may be empty, but not null"
+                        raise UsageError(f"{NAME}: {problem}")
+                    client.run(_add(handle, column.cast(pa.large_binary()).to_pylist()))
                 client.run(handle.close())
             except BaseException:
                 with contextlib.suppress(BkctlError):  # The first error counts; `abort` deletes the ledger too.
@@ -127,13 +137,6 @@ class LedgerWriter(DataSourceArrowWriter):
             with contextlib.suppress(LedgerExists):
                 return await client.bookkeeper.create_ledger_adv(ledger_id, ledger_scope_id=self._scope_id, **settings)
         raise LedgerExists(f"{_ID_ATTEMPTS_MAX} generated ledger ids exist already in scope {self._scope_id}")
-
-    def _payloads(self, batch: pa.RecordBatch) -> list[bytes]:
-        column = batch.column(self._column)
-        if column.null_count:
-            raise UsageError(f"{NAME}: {column.null_count} rows have no {PAYLOAD}; an entry may be empty, but not null")
-        payloads: list[bytes] = column.cast(pa.large_binary()).to_pylist()
-        return payloads
 
     # --- on the driver ------------------------------------------------------------------------------------------
 
@@ -188,12 +191,3 @@ async def _add(handle: WriteHandle, payloads: Iterable[bytes]) -> None:
         await handle.ready()
         handle.add(payload)
     await handle.flush()  # Nothing moves until the next batch is there.
-
-
-def _payload_column(schema: StructType) -> int:
-    for at, field in enumerate(schema.fields):
-        if field.name == PAYLOAD:
-            if field.dataType.typeName() not in ("binary", "string"):
-                raise UsageError(f"{NAME}: column {PAYLOAD} is {field.dataType.simpleString()}, not binary or string")
-            return at
-    raise UsageError(f"{NAME}: the rows have no column {PAYLOAD}", hint=f"rename the one to write to {PAYLOAD}")

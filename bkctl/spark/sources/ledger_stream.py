@@ -193,7 +193,15 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         known = Offset.read(start)
         extents = self._target if self._target is not None else self._look.look(self._connected(), known)
         extents = {name: extent for name, extent in extents.items() if not known.is_done(name)}
-        self._check_deleted(known, extents)
+        gone = sorted(known.open.keys() - extents.keys())
+        if gone and self._source.fail_on_data_loss:
+            ledger = LedgerId.from_value(int(gone[0], 16))
+            more = f", and {len(gone) - 1} more ledgers," if len(gone) > 1 else ""
+            raise LedgerNotFound(
+                f"Ledger {ledger}{more} was deleted before it was read to its end; the next entry was "
+                f"{known.open[gone[0]]}",
+                hint="set failOnDataLoss to false to skip it",
+            )
         at = known.open
         waiting = {name: each.next_entry_id - at.get(name, 0) for name, each in extents.items()}
         sizes = {name: each.entry_size for name, each in extents.items()}
@@ -242,17 +250,6 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._client is None:
             self._client = Client(self._source.cluster)
         return self._client
-
-    def _check_deleted(self, known: Offset, extents: Mapping[str, Extent]) -> None:
-        gone = sorted(known.open.keys() - extents.keys())
-        if gone and self._source.fail_on_data_loss:
-            ledger = LedgerId.from_value(int(gone[0], 16))
-            more = f", and {len(gone) - 1} more ledgers," if len(gone) > 1 else ""
-            raise LedgerNotFound(
-                f"Ledger {ledger}{more} was deleted before it was read to its end; the next entry was "
-                f"{known.open[gone[0]]}",
-                hint="set failOnDataLoss to false to skip it",
-            )
 
     def _limits(self, limit: ReadLimit) -> tuple[int | None, int | None]:
         """Return the maximum entries and bytes of a batch; None: no limit."""
