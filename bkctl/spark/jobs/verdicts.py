@@ -173,12 +173,8 @@ def look_again(judged: Frame, bookies: Bookies, connection: Mapping[str, str]) -
     return map_rows(looks, results, _RESULT)
 
 
-class _ProblemFound(Exception):
-    """The problem that a second look found."""
-
-    def __init__(self, problem: Problem, detail: str) -> None:
-        super().__init__(detail)
-        self.problem, self.detail = problem, detail
+#: A problem that a second look found, and its detail.
+_Found = tuple[Problem, str]
 
 
 class _SecondLook(ExitStack):
@@ -200,28 +196,19 @@ class _SecondLook(ExitStack):
     def look(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the result of one look; None for an intact copy that is not served."""
         ledger = LedgerId.from_value(int(row[QUALIFIED_NAME], 16))
-        found = {key: row[key] for key in REPLICA} | {"promised": row["decides"], "offset": row["offset"]}
-        found |= {"file": row["file"], "problem": None, "detail": None}
-        try:
-            found["file"] = self._find(ledger, row)
-        except _ProblemFound as error:
-            found["problem"], found["detail"] = error.problem.value, error.detail
-        return found if row["decides"] or found["problem"] else None
-
-    def _find(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
-        """Return the file that has the entry. Raises _ProblemFound."""
-        problem = _no_evidence(row)
-        if row["file"] is None and not row.get("isLog"):
-            missing = f"its index names log {row['logId']}, which does not exist"
-            problem = _ProblemFound(Problem.MISSING, missing)
+        file, problem = row["file"], _no_evidence(row)
+        if file is None and not row.get("isLog"):
+            problem = Problem.MISSING, f"its index names log {row['logId']}, which does not exist"
         for evidence in self._evidence(ledger, row):
-            try:
-                self._check(ledger, row, evidence)
-            except _ProblemFound as error:
-                problem = error
-            else:
-                return str(evidence["file"])
-        raise problem
+            problem = self._problem_of(ledger, row, evidence)
+            if problem is None:
+                file = str(evidence["file"])
+                break
+        if problem is None and not row["decides"]:
+            return None
+        word, detail = (None, None) if problem is None else (problem[0].value, problem[1])
+        place = {"promised": row["decides"], "offset": row["offset"], "file": file}
+        return {key: row[key] for key in REPLICA} | place | {"problem": word, "detail": detail}
 
     def _evidence(self, ledger: LedgerId, row: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         """Return what stands at the row's offset in its file, or in each log with its id, in the order to try."""
@@ -239,20 +226,20 @@ class _SecondLook(ExitStack):
         paths = [path] if path is not None else self._logs.get(key, [])
         return (self._open_logs.record_at(each, row["offset"], BkctlError) for each in paths)
 
-    def _check(self, ledger: LedgerId, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> None:
-        """Raise _ProblemFound unless the record of `evidence` is this entry and matches its digest."""
+    def _problem_of(
+        self, ledger: LedgerId, row: Mapping[str, Any], evidence: Mapping[str, Any]
+    ) -> _Found | None:  # fmt: skip
+        """Return None if the record of `evidence` is this entry and matches its digest, else the problem with it."""
         if evidence.get("problem") is not None:
-            raise _ProblemFound(Problem(evidence["problem"]), evidence["detail"])
+            return Problem(evidence["problem"]), evidence["detail"]
         stands, entry_id = LedgerId.from_value(int(evidence[QUALIFIED_NAME], 16)), evidence["entryId"]
         if (stands, entry_id) != (ledger, row["entryId"]):
             place = f"stands at byte {row['offset']} of {evidence['file']}"
-            raise _ProblemFound(Problem.MISPLACED, f"entry {entry_id} of ledger {stands} {place}")
+            return Problem.MISPLACED, f"entry {entry_id} of ledger {stands} {place}"
         if row["digestType"] is None or row["digestType"] == DigestType.DUMMY.name:
-            return
+            return None
         if evidence["record"] is None:
-            if row["digestType"] != evidence["digest"]:
-                raise _no_evidence(row)
-            return
+            return None if row["digestType"] == evidence["digest"] else _no_evidence(row)
         manager = self._managers.get(ledger)
         if manager is None:
             digest_type = DigestType.parse(row["digestType"])
@@ -261,7 +248,8 @@ class _SecondLook(ExitStack):
         try:
             manager.open(evidence["record"], entry_id)
         except BkctlError as error:
-            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+            return Problem.DAMAGED, str(error)
+        return None
 
     def _password(self, ledger: LedgerId) -> bytes:
         """Return the ledger's password from the metadata store. Raises BkctlError."""
@@ -283,5 +271,5 @@ def _journal_record(path: str, offset: int) -> dict[str, Any]:
     return {"record": body}
 
 
-def _no_evidence(row: Mapping[str, Any]) -> _ProblemFound:
-    return _ProblemFound(Problem.DAMAGED, f"it matches another digest than its ledger's {row['digestType']}")
+def _no_evidence(row: Mapping[str, Any]) -> _Found | None:
+    return Problem.DAMAGED, f"it matches another digest than its ledger's {row['digestType']}"

@@ -14,6 +14,7 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -41,11 +42,16 @@ _LOW_BITS: Final = 32
 _ID_ATTEMPTS_MAX: Final = 20
 
 
+@dataclass(frozen=True)
 class LedgerWritten(WriterCommitMessage):
-    """The ledger that a task wrote, as an unsigned 128-bit number; None for a partition without rows."""
+    """The ledger that a task wrote, as an unsigned 128-bit number; None for a partition without rows.
 
-    def __init__(self, partition: int, ledger: int | None) -> None:
-        self.partition, self.ledger = partition, ledger
+    `query`: the streaming query that it belongs to.
+    """
+
+    partition: int
+    ledger: int | None
+    query: str | None = None
 
 
 class LedgerWriter(DataSourceArrowWriter):

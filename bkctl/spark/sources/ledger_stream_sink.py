@@ -13,6 +13,7 @@ A ledger without a record that names it may be deleted at any time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -40,14 +41,6 @@ _RECORD_MARK: Final = "record-of-"
 _COUNT_KEY: Final = "bkctl-write-count"
 
 
-class BatchWritten(LedgerWritten):
-    """The ledger that a task wrote, and the streaming query that it belongs to."""
-
-    def __init__(self, written: LedgerWritten, query: str) -> None:
-        super().__init__(written.partition, written.ledger)
-        self.query = query
-
-
 class LedgerStreamWriter(DataSourceStreamArrowWriter):
     """The sink of one micro-batch; Spark creates one for the tasks, and another one for `commit` or `abort`.
 
@@ -69,7 +62,7 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
         self._scope_id = source.scope_id
         self._writer(0)  # Checks the options.
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> BatchWritten:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> LedgerWritten:
         """Write the rows of one partition to a new ledger of the batch and close it."""
         from pyspark import TaskContext
 
@@ -78,7 +71,7 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
         query = None if context is None else context.getLocalProperty(_QUERY_PROPERTY)
         if batch is None or query is None:
             raise UsageError(f"{NAME}: no micro-batch is running", hint="this sink does not support continuous mode")
-        return BatchWritten(self._writer(int(batch)).write(iterator), query)
+        return replace(self._writer(int(batch)).write(iterator), query=query)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Record the ledgers of the batch, unless an earlier attempt did, and delete the ledgers of other attempts.
@@ -86,7 +79,7 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
         Raises Conflict if the scope belongs to another query.
         """
         writer = self._writer(batchId)
-        queries = {each.query for each in messages if isinstance(each, BatchWritten)}
+        queries = {each.query for each in messages if isinstance(each, LedgerWritten) and each.query is not None}
         with Client(self._source.cluster) as client:
             recorded = self._recorded(client, batchId, queries)
             if recorded is not None:
