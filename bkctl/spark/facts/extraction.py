@@ -50,7 +50,7 @@ from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import damage_of, ledger_values
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.indexes import DatabaseRange, IndexedEntries, entry_rows
-from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of_v1, digest_of_v2
+from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of
 from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
@@ -564,8 +564,8 @@ class IndexExtract:
         found = self._logs.record_at(path, offset, Corrupt, Unsupported, UsageError)
         record = found.pop("record", None)
         if (found.get("ledgerQualifiedName"), found.get("entryId")) == (ledger.qualified_name, entry_id):
-            check = digest_of_v2 if ledger.is_scoped else digest_of_v1
-            found["digest"], is_evidence = check(record, 0, len(record)), False
+            digest, is_evidence = digest_of(record, 0, len(record), 2 if ledger.is_scoped else 1), False
+            found["digest"] = digest
             if found["digest"] is None:
                 found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
             found["record"] = record if is_evidence else None

@@ -46,10 +46,9 @@ from bkctl.spark.jobs.copying import (
 )
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.columns import ddl
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, Client, ClusterOptions, SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

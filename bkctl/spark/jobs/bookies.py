@@ -19,8 +19,7 @@ from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.liveness import check_instance
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, ClusterOptions, SourceOptions
 from bkctl.spark.sources.places import bookie_id_at, cookie_at
 
 if TYPE_CHECKING:

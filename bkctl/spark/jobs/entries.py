@@ -12,7 +12,6 @@ from bkctl.ids import LedgerId
 from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, index_entries, journal_entries, ledger_options, log_records
 from bkctl.spark.jobs.entry_blocks import BLOCK_BITS, INDEX, JOURNAL, LOG, PROMISE, fold
-from bkctl.spark.jobs.verdicts import Problem
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:
@@ -85,22 +84,11 @@ def log_damages(held: Frame) -> Frame:
     """Return the damages of entry logs in `held_entries`: bookieId, file, damage."""
     F = functions_of(held)
     file = F.col(DAMAGE)["file"]
-    return _damages(held).withColumn("file", file).filter(file.endswith(".log"))
+    return damages(held).withColumn("file", file).filter(file.endswith(".log"))
 
 
-def unreadable_files(held: Frame) -> Frame:
-    """Return the damages in `held_entries` as findings without a ledger."""
-    F = functions_of(held)
-    return _damages(held).select(
-        "bookieId",
-        F.lit(Problem.UNREADABLE.value).alias("problem"),
-        F.col(f"{DAMAGE}.file").alias("file"),
-        F.col(f"{DAMAGE}.offset").alias("offset"),
-        F.col(f"{DAMAGE}.reason").alias("detail"),
-    )
-
-
-def _damages(held: Frame) -> Frame:
+def damages(held: Frame) -> Frame:
+    """Return the damages of files in `held_entries`: bookieId, damage."""
     F = functions_of(held)
     return held.filter(F.col(DAMAGE).isNotNull()).select("bookieId", DAMAGE).distinct()
 

@@ -29,8 +29,8 @@ from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.spark.sources.cluster_options import Client
 from bkctl.spark.sources.ledgers import NAME, LedgerSource
+from bkctl.spark.sources.options import Client
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -27,7 +27,6 @@ from pyspark.sql.streaming.datasource import (
 
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.cluster_options import Client
 from bkctl.spark.sources.ledgers import (
     NAME,
     EntryRange,
@@ -36,6 +35,7 @@ from bkctl.spark.sources.ledgers import (
     LedgerSource,
     cut,
 )
+from bkctl.spark.sources.options import Client
 
 #: Ledgers in an offset, which Spark saves at each batch.
 LEDGERS_MAX: Final = 100_000

@@ -24,9 +24,9 @@ from bkctl.errors import Conflict, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.sources.cluster_options import Client
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten, ledgers_of
 from bkctl.spark.sources.ledgers import NAME, LedgerSource
+from bkctl.spark.sources.options import Client
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

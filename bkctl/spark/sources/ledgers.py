@@ -27,9 +27,9 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import attempt
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.columns import constant, damage_row, ledger_values, table_of
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.readers import QUERY_OPTIONS, TableSource
 
 if TYPE_CHECKING:

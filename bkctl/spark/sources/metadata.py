@@ -29,9 +29,9 @@ from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.columns import DAMAGE, damage_of, ledger_values
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
 
 NAME: Final = "bookkeeper.metadata"
