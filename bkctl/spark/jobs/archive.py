@@ -217,12 +217,7 @@ def _counts(spark: SparkSession, *paths: str) -> DataFrame:
 
 
 def import_ledgers(
-    spark: SparkSession,
-    path: str,
-    options: Mapping[str, str],
-    *,
-    to_scope_id: int | None = None,
-    dry_run: bool = False,
+    spark: SparkSession, path: str, options: Mapping[str, str], *, to_scope_id: int | None = None, dry_run: bool = False
 ) -> DataFrame:
     """Create the ledgers of the export at `path`, under their ids or in the scope `to_scope_id`; one row a ledger.
 

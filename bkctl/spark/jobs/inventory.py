@@ -55,11 +55,7 @@ def log_row(bookie_id: str, log: BookieFile) -> dict[str, Any]:
 
 
 def shares(
-    spark: JobSession,
-    bookies: Bookies,
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
+    spark: JobSession, bookies: Bookies, *, ledger: LedgerId | None = None, scope_id: int | None = None
 ) -> Frame:
     """Return the share of each ledger in each log: bookieId, file, ledgerQualifiedName, damage, entryCount, size.
 
@@ -82,11 +78,7 @@ def damages(shares: Frame) -> Frame:
 
 
 def totals(
-    spark: JobSession,
-    bookies: Bookies,
-    shares: Frame,
-    grouping: Grouping,
-    connection: Mapping[str, str] | None = None,
+    spark: JobSession, bookies: Bookies, shares: Frame, grouping: Grouping, connection: Mapping[str, str] | None = None
 ) -> Frame:
     """Return the sums of `shares`, one row for each bookie, log, scope, ledger or application, most bytes first.
 

@@ -216,22 +216,10 @@ class SourceOptions:
 TIMEOUT_S_DEFAULT: Final = 30
 #: Options of every source that connects to a cluster; only `metadataUri` is required.
 CONNECTION_OPTIONS: Final = (
-    "metadataUri",
-    "metadataUser",
-    "metadataPasswordFile",
-    "metadataPasswordEnv",
-    "metadataSasl",
-    "metadataCreatorAcl",
-    "metadataTls",
-    "metadataTlsCa",
-    "metadataTlsCert",
-    "metadataTlsKey",
-    "bookieAddress",
-    "tlsCa",
-    "tlsCert",
-    "tlsKey",
-    "timeoutSeconds",
-)
+    "metadataUri", "metadataUser", "metadataPasswordFile", "metadataPasswordEnv", "metadataSasl", "metadataCreatorAcl",
+    "metadataTls", "metadataTlsCa", "metadataTlsCert", "metadataTlsKey",
+    "bookieAddress", "tlsCa", "tlsCert", "tlsKey", "timeoutSeconds",
+)  # fmt: skip
 
 
 class ClusterOptions:
