@@ -40,6 +40,7 @@ from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME, DATABASE_NAMES
+from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.spark.facts.facts_store import FactsStore, PartWriter, directory_name, list_path
 from bkctl.spark.facts.tables import TABLES, arrow_schema
@@ -108,7 +109,7 @@ class _Extract:
         self._full, self._keep, self._progress = full, keep, progress
         self._directory = directory_name(bookie.bookie_id)
         self._started_at = datetime.now(UTC)
-        self._number = max(store.numbers(self._directory), default=0) + 1
+        self._number = max(store.numbers().get(self._directory, ()), default=0) + 1
         self._run_id = uuid.uuid4().hex[:8]
         self._parts: list[tuple[str, str]] = []
         #: Parts of the list written here, and parts that it no longer has.
@@ -216,7 +217,8 @@ class _Extract:
     def _read_log(self, log: BookieFile, part: str) -> None:
         constants = {**log_row(self._bookie.bookie_id, log), "source": "entryLog"}
         damage: list[BkctlError] = []
-        sums: dict[str, tuple[int, int]] = {}
+        #: Ledger (None: of records without one) → its records, and their bytes with size fields.
+        sums: dict[str | None, tuple[int, int]] = {}
         new_part = self._store.new_part
         # The part of `records` comes last: it stands for a log that was extracted as a whole.
         with (
@@ -230,7 +232,11 @@ class _Extract:
                     found, doubtful = self._digests.judge(batch, reader.read)
                     writer.add(found)
                     evidence.add(doubtful)
-                    _add_sums(sums, batch)
+                    of_ledgers = pa.Table.from_batches([batch]).group_by("ledgerQualifiedName")
+                    for row in of_ledgers.aggregate([("recordSize", "sum"), ("recordSize", "count")]).to_pylist():
+                        count, size = sums.get(row["ledgerQualifiedName"], (0, 0))
+                        count, size = count + row["recordSize_count"], size + row["recordSize_sum"]
+                        sums[row["ledgerQualifiedName"]] = count, size + RECORD_SIZE.size * row["recordSize_count"]
             damages.add_rows(damage_of(error, str(log.path)) for error in damage)
             ledgers.add_rows(_ledger_rows(log, sums))
 
@@ -299,7 +305,7 @@ class _Extract:
 
     def _clean(self) -> None:
         """Delete older lists, parts that were superseded long ago, and what killed extracts left."""
-        for number in self._store.numbers(self._directory):
+        for number in self._store.numbers().get(self._directory, ()):
             if number < self._number:
                 self._store.delete(list_path(self._directory, number))
         for table in [*(name for name in TABLES if name != "parts"), "_pieces"]:
@@ -333,16 +339,7 @@ def _noting(damage: list[BkctlError]) -> Iterator[None]:
         damage.append(error)
 
 
-def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
-    """Add the records of each ledger, and their bytes with size fields, to `sums`."""
-    rows = pa.table({"ledger": batch.column("ledgerQualifiedName"), "size": batch.column("recordSize")})
-    for row in rows.group_by("ledger").aggregate([("size", "sum"), ("size", "count")]).to_pylist():
-        if row["ledger"] is not None:
-            count, size = sums.get(row["ledger"], (0, 0))
-            sums[row["ledger"]] = count + row["size_count"], size + row["size_sum"] + 4 * row["size_count"]
-
-
-def _ledger_rows(log: BookieFile, sums: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def _ledger_rows(log: BookieFile, sums: dict[str | None, tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the ledgers of one log, by a scan and by its ledgers map; one row without a ledger for an empty log."""
     shares = list(log_rows(("", str(log.path))))
     if not shares:
@@ -351,7 +348,7 @@ def _ledger_rows(log: BookieFile, sums: dict[str, tuple[int, int]]) -> list[dict
     sizes = {share["ledgerQualifiedName"]: share["size"] for share in shares}
     rows = []
     for name in sorted(name for name in {*sizes, *sums} if name is not None) or [None]:
-        count, size = sums.get(name or "", (None, None))
+        count, size = (None, None) if name is None else sums.get(name, (None, None))
         rows.append(
             {
                 "entryCount": count, "size": size, "mapSize": sizes.get(name), **of_log,
@@ -555,18 +552,11 @@ class IndexExtract:
         for scope_id, ledger_id, entry_id, location, _ in zip(*columns, strict=True):
             offset = (location & 0xFFFFFFFF) - 4
             for candidate, (path, _) in enumerate(self._parts.get(key, ())):
-                yield {
-                    "logId": log_id, "scoped": scoped, "offset": offset, "candidate": candidate,
-                    **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
-                }  # fmt: skip
-
-    def _record_at(self, path: str, offset: int, ledger: LedgerId, entry_id: int) -> dict[str, Any]:
-        found = self._logs.record_at(path, offset, Corrupt, Unsupported, UsageError)
-        record = found.pop("record", None)
-        if (found.get("ledgerQualifiedName"), found.get("entryId")) == (ledger.qualified_name, entry_id):
-            digest, is_evidence = digest_of(record, 0, len(record), 2 if ledger.is_scoped else 1), False
-            found["digest"] = digest
-            if found["digest"] is None:
-                found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
-            found["record"] = record if is_evidence else None
-        return found
+                found = self._logs.record_at(path, offset, Corrupt, Unsupported, UsageError)
+                record, ledger = found.pop("record", None), LedgerId(scope_id, ledger_id)
+                if (found.get("ledgerQualifiedName"), found.get("entryId")) == (ledger.qualified_name, entry_id):
+                    digest, is_evidence = digest_of(record, 0, len(record), 2 if ledger.is_scoped else 1), False
+                    if digest is None:
+                        digest, is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
+                    found |= {"digest": digest, "record": record if is_evidence else None}
+                yield {"logId": log_id, "scoped": scoped, "offset": offset, "candidate": candidate, **found}

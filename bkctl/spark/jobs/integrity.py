@@ -192,9 +192,7 @@ def judge_replicas(promised: Frame, held: Frame, ledgers: Frame, *, indexes: boo
 
     rows = unfold(blocks, choose).join(ledgers, QUALIFIED_NAME)
     rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict(F))
-    in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
-    deciding = F.filter(_deciding_looks(F), lambda look: in_doubt & look.isNotNull())
-    judged = rows.withColumn("looks", F.concat(deciding, _other_looks(F)))
+    judged = rows.withColumn("looks", _looks(F))
     return judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0))
 
 
@@ -234,25 +232,25 @@ def _matches(F: Functions, digest: FrameColumn) -> FrameColumn:
     return digest_type.isNull() | (digest_type == DigestType.DUMMY.name) | digest.eqNullSafe(digest_type)
 
 
-def _deciding_looks(F: Functions) -> FrameColumn:
-    """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log."""
+def _looks(F: Functions) -> FrameColumn:
+    """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log.
+
+    And the looks at copies that are not served, and whose columns do not match.
+    """
     served, place, journaled = F.col("served"), F.col("place"), F.col("journaled")
-    return F.array(
+    in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
+    deciding = F.array(
         F.when(journaled.isNotNull(), look_at(F, "journal", journaled, decides=True)),
         F.when(served.isNotNull(), look_at(F, "log", served, decides=True)).when(
             place.isNotNull(), look_at(F, "place", place, decides=True)
         ),
     )
 
-
-def _other_looks(F: Functions) -> FrameColumn:
-    """Return the copies to check by their records: copies that are not served, and whose columns do not match."""
-
     def is_doubtful(copy: FrameColumn) -> FrameColumn:
-        is_served = F.col("promised") & copy.eqNullSafe(F.col("served"))
-        return ~is_served & ~_matches(F, copy["digest"])
+        return ~(F.col("promised") & copy.eqNullSafe(served)) & ~_matches(F, copy["digest"])
 
-    return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at(F, "log", copy, decides=False))
+    others = F.transform(F.filter("copies", is_doubtful), lambda copy: look_at(F, "log", copy, decides=False))
+    return F.concat(F.filter(deciding, lambda look: in_doubt & look.isNotNull()), others)
 
 
 def look_at(F: Functions, kind: str, record: FrameColumn, *, decides: bool) -> FrameColumn:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from bkctl.errors import BkctlError
 from bkctl.spark.failures import source_error
-from bkctl.spark.local.functions import Expression, LocalFunctions, column, quoted
+from bkctl.spark.local.functions import Expression, column, quoted
 from bkctl.spark.sources import source_named
 from bkctl.spark.sources.columns import arrow_schema
 
@@ -340,10 +340,6 @@ class _Rows:
     def collect(self) -> list[Any]:
         return list(self.toLocalIterator())
 
-    def first(self) -> Any:
-        """Return the first row; None without one."""
-        return next(self.toLocalIterator(), None)
-
     def count(self) -> int:
         (batch,) = self._session.batches(lambda query: f"SELECT COUNT(*) FROM ({self.sql(query)})")
         return int(batch.column(0)[0].as_py())
@@ -459,7 +455,3 @@ class Groups:
         shown = ", ".join(column(each).named() for each in (*self._columns, *values))
         keys = ", ".join(map(str, range(1, len(self._columns) + 1)))
         return self._frame._from(f"SELECT {shown} FROM", f"GROUP BY {keys}" if keys else "")
-
-    def sum(self, *names: str) -> LocalFrame:
-        """Return the sums of these columns."""
-        return self.agg(*(LocalFunctions.sum(name).alias(f"sum({name})") for name in names))
