@@ -238,9 +238,14 @@ class SparkRuntime:
         self._session: Any = None
 
     def __enter__(self) -> Any:
+        import logging
+
         from pyspark.errors import PySparkException
 
-        _silence_loggers()
+        # PySpark and py4j log what this module raises; py4j also uses the root logger.
+        for name in ("py4j", "pyspark"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        logging.getLogger().addFilter(lambda record: Path(record.pathname).parent.name != "py4j")
         # Spark's default is whatever `python3` is on PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         with ExitStack() as stack:
@@ -369,15 +374,6 @@ class SparkRuntime:
                     self._gateway.shutdown()
                 forget_context()
             self._log.close()
-
-
-def _silence_loggers() -> None:
-    """Keep PySpark and py4j from logging to stderr what this module raises; py4j also uses the root logger."""
-    import logging
-
-    for name in ("py4j", "pyspark"):
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    logging.getLogger().addFilter(lambda record: Path(record.pathname).parent.name != "py4j")
 
 
 @contextmanager

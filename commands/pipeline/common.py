@@ -238,7 +238,7 @@ def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
 
 def connection_options(run: Run) -> dict[str, str]:
     """Return the connection as options of data sources, which name the places of secrets. Raises UsageError."""
-    from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS
+    from bkctl.spark.sources.options import CONNECTION_OPTIONS
 
     given = run.access.connection_settings()
     chosen: dict[str, str] = {}

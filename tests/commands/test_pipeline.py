@@ -23,7 +23,7 @@ from support.waiting import LIMIT_S
 from bkctl.commands.kit.command import Run
 from bkctl.commands.kit.settings import GlobalOptions, Session
 from bkctl.commands.pipeline.common import connection_options
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS
+from bkctl.spark.sources.options import CONNECTION_OPTIONS
 
 GOLDEN = golden.GoldenBookie("4.18.0", "sorted")
 SPARK = ("--master", "local[*]")

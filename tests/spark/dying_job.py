@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.jobs.archive import export_ledgers
 from bkctl.spark.session import spark_session
-from bkctl.spark.sources.ledger_source import LedgerSource
-from bkctl.spark.sources.ledgers import LedgerReader
+from bkctl.spark.sources.ledgers import LedgerSource
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,13 +45,10 @@ def die(directory: str, name: str) -> None:
 def dying_source(directory: str) -> type[LedgerSource]:
     """The source, whose first task to have read something dies before it is through."""
 
-    class Reader(LedgerReader):
+    class Source(LedgerSource):
         def read(self, partition: Any) -> Iterator[pa.RecordBatch]:
             yield from super().read(partition)
             die(directory, "died reading")
-
-    class Source(LedgerSource):
-        reads = Reader
 
     return Source
 

@@ -20,7 +20,7 @@ from support.source_rows import rows_of
 from bkctl.commands.kit.settings import Session
 from bkctl.commands.main import root
 from bkctl.errors import UsageError
-from bkctl.spark.sources import indexes, ledger_source, metadata, records
+from bkctl.spark.sources import indexes, ledgers, metadata, records
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 from bkctl.spark.sources.records import EntryLogSource, JournalSource
 
@@ -38,15 +38,15 @@ SOURCES: Final[dict[str, Any]] = {
     "index": indexes.IndexSource,
     "index/ledgers": indexes.IndexSource,
     "metadata": metadata.MetadataSource,
-    "ledger": ledger_source.LedgerSource,
+    "ledger": ledgers.LedgerSource,
 }
 FILES: Final = ("path", "paths")
 OPTIONS: Final = {
-    "entrylog": {*FILES, *records.RecordReader.options},
-    "journal": {*FILES, *records.RecordReader.options},
-    "index": {*FILES, *indexes.IndexReader.options},
-    "metadata": {"path", *metadata.MetadataReader.options},
-    "ledger": set(ledger_source.LedgerSource.reads.options),
+    "entrylog": {*FILES, *records.RecordSource.known},
+    "journal": {*FILES, *records.RecordSource.known},
+    "index": {*FILES, *indexes.IndexSource.known},
+    "metadata": {"path", *metadata.MetadataSource.known},
+    "ledger": set(ledgers.LedgerSource.known),
 }
 
 

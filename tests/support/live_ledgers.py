@@ -12,8 +12,7 @@ from support.waiting import LIMIT_S
 from bkctl.client.write_handle import WriteHandle
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, Client, ClusterOptions, SourceOptions
 
 
 class Live:

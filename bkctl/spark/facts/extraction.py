@@ -36,11 +36,11 @@ from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.journal import JournalReader
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME, DATABASE_NAMES
+from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.spark.facts.facts_store import FactsStore, PartWriter, directory_name, list_path
 from bkctl.spark.facts.tables import TABLES, arrow_schema
@@ -48,10 +48,10 @@ from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.garbage import log_rows
 from bkctl.spark.jobs.inventory import log_row
 from bkctl.spark.jobs.journal_audit import check_rows
-from bkctl.spark.sources.columns import ledger_values, where_and_why
+from bkctl.spark.sources.columns import damage_of, ledger_values
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.indexes import DatabaseRange, DatabaseReader, IndexedEntries, entry_rows
-from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of_v1, digest_of_v2
+from bkctl.spark.sources.indexes import DatabaseRange, IndexedEntries, entry_rows
+from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of
 from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ _PIECES: Final = ("ledgers", "damages")
 _LEDGERS_MAX: Final = 100_000
 #: Entries of the index that are compared with the logs at once.
 _CHUNK_ROWS: Final = 1 << 22
-_Damage = tuple[str, int | None, str]
 #: Lists of files to try where a listed file is deleted meanwhile.
 _ATTEMPTS_MAX: Final = 5
 #: Age of files that no list of parts names, and that no other extract can be writing any more.
@@ -110,13 +109,13 @@ class _Extract:
         self._full, self._keep, self._progress = full, keep, progress
         self._directory = directory_name(bookie.bookie_id)
         self._started_at = datetime.now(UTC)
-        self._number = max(store.numbers(self._directory), default=0) + 1
+        self._number = max(store.numbers().get(self._directory, ()), default=0) + 1
         self._run_id = uuid.uuid4().hex[:8]
         self._parts: list[tuple[str, str]] = []
         #: Parts of the list written here, and parts that it no longer has.
         self._listed: set[str] = set()
         self._dropped: set[str] = set()
-        #: Logs that were read here, and are not read again if the list of logs is made again.
+        #: Logs that were read here.
         self._read: set[str] = set()
 
     def run(self) -> ExtractCounts:
@@ -128,8 +127,8 @@ class _Extract:
         evidence = {file.path for file in self._store.files(f"evidence/{self._directory}")}
         for log in logs:
             self._parts.append(("records", self._part(log)))
-            if self._evidence(log) in evidence:
-                self._parts.append(("evidence", self._evidence(log)))
+            if (part := self._part(log, "evidence")) in evidence:
+                self._parts.append(("evidence", part))
         self._publish()
         self._clean()
         read = sum(self._part(log) in self._read for log in logs)
@@ -186,65 +185,59 @@ class _Extract:
 
     def _extract_logs(self) -> list[BookieFile]:
         """Extract all entry logs and the index, and return the logs."""
+        known = {file.path for file in self._store.files(f"records/{self._directory}") if not self._full}
         for _ in range(_ATTEMPTS_MAX):
             logs = self._bookie.directories.entry_logs()
-            gone = self._read_logs(logs)
-            if gone is None:
-                self._write_index(logs)
-                return logs
+            try:
+                for number, log in enumerate(logs):
+                    self._progress(number, len(logs))
+                    if (part := self._part(log)) not in known:
+                        self._read_log(log, part)
+                        known.add(part)
+                        self._read.add(part)
+            except NotFound:
+                if log.path.exists():
+                    raise
+                gone = log.path
+                continue  # The bookie has deleted it meanwhile: list them again.
+            self._progress(len(logs), len(logs))
+            self._write_index(logs)
+            return logs
         raise Conflict(
             f"{gone} was deleted while it was read", hint="the bookie deletes many files now; try again later"
         )
 
-    def _read_logs(self, logs: list[BookieFile]) -> Path | None:
-        """Read the logs without a part. Returns a log that the bookie has deleted meanwhile: list them again."""
-        known = {file.path for file in self._store.files(f"records/{self._directory}")}
-        for number, log in enumerate(logs):
-            self._progress(number, len(logs))
-            part = self._part(log)
-            if part in self._read or (part in known and not self._full):
-                continue
-            try:
-                self._read_log(log, part)
-            except NotFound:
-                if log.path.exists():
-                    raise
-                return log.path
-            self._read.add(part)
-        self._progress(len(logs), len(logs))
-        return None
-
-    def _part(self, log: BookieFile) -> str:
-        """Return the path of the part of one log; another size or time gives another part."""
+    def _part(self, log: BookieFile, table: str = "records") -> str:
+        """Return the path of the part or piece of one log; another size or time gives another one."""
         directory = zlib.crc32(str(log.path.parent).encode())
         assert isinstance(log.id, int)
-        return f"records/{self._directory}/{log.id:x}-{log.size}-{log.mtime_ms}-{directory:08x}.parquet"
-
-    def _evidence(self, log: BookieFile) -> str:
-        return f"evidence/{self._part(log).removeprefix('records/')}"
-
-    def _piece(self, log: BookieFile, table: str) -> str:
-        return f"_pieces/{self._part(log).removeprefix('records/').removesuffix('.parquet')}/{table}.parquet"
+        name = f"{self._directory}/{log.id:x}-{log.size}-{log.mtime_ms}-{directory:08x}"
+        return f"_pieces/{name}/{table}.parquet" if table in _PIECES else f"{table}/{name}.parquet"
 
     def _read_log(self, log: BookieFile, part: str) -> None:
         constants = {**log_row(self._bookie.bookie_id, log), "source": "entryLog"}
         damage: list[BkctlError] = []
-        sums: dict[str, tuple[int, int]] = {}
+        #: Ledger (None: of records without one) → its records, and their bytes with size fields.
+        sums: dict[str | None, tuple[int, int]] = {}
         new_part = self._store.new_part
         # The part of `records` comes last: it stands for a log that was extracted as a whole.
         with (
             new_part("records", part, **constants) as writer,
-            new_part("evidence", self._evidence(log), if_empty=False, **constants) as evidence,
-            new_part("damages", self._piece(log, "damages"), if_empty=False, **constants) as damages,
-            new_part("ledgers", self._piece(log, "ledgers"), **constants) as ledgers,
+            new_part("evidence", self._part(log, "evidence"), if_empty=False, **constants) as evidence,
+            new_part("damages", self._part(log, "damages"), if_empty=False, **constants) as damages,
+            new_part("ledgers", self._part(log, "ledgers"), **constants) as ledgers,
         ):
             with _noting(damage), EntryLogReader.open(log.path) as reader:
                 for batch in _rows_of("records", reader, damage):
                     found, doubtful = self._digests.judge(batch, reader.read)
                     writer.add(found)
                     evidence.add(doubtful)
-                    _add_sums(sums, batch)
-            damages.add_rows(dict(zip(("offset", "reason"), where_and_why(error), strict=True)) for error in damage)
+                    of_ledgers = pa.Table.from_batches([batch]).group_by("ledgerQualifiedName")
+                    for row in of_ledgers.aggregate([("recordSize", "sum"), ("recordSize", "count")]).to_pylist():
+                        count, size = sums.get(row["ledgerQualifiedName"], (0, 0))
+                        count, size = count + row["recordSize_count"], size + row["recordSize_sum"]
+                        sums[row["ledgerQualifiedName"]] = count, size + RECORD_SIZE.size * row["recordSize_count"]
+            damages.add_rows(damage_of(error, str(log.path)) for error in damage)
             ledgers.add_rows(_ledger_rows(log, sums))
 
     def _write_index(self, logs: list[BookieFile]) -> None:
@@ -259,7 +252,7 @@ class _Extract:
             self._new_part("damages", "index") as damages,
         ):
             for damage in index.write(writer, evidence):
-                damages.add_rows([dict(zip(("file", "offset", "reason"), damage, strict=True), source="index")])
+                damages.add_rows([{**damage, "source": "index"}])
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -269,7 +262,7 @@ class _Extract:
         known = {file.path for file in self._store.files(f"_pieces/{self._directory}")}
         for table in _PIECES:
             with self._new_part(table) as writer:
-                for piece in (self._piece(log, table) for log in logs):
+                for piece in (self._part(log, table) for log in logs):
                     if piece not in known:
                         continue
                     rows = self._store.read(table, piece)
@@ -312,7 +305,7 @@ class _Extract:
 
     def _clean(self) -> None:
         """Delete older lists, parts that were superseded long ago, and what killed extracts left."""
-        for number in self._store.numbers(self._directory):
+        for number in self._store.numbers().get(self._directory, ()):
             if number < self._number:
                 self._store.delete(list_path(self._directory, number))
         for table in [*(name for name in TABLES if name != "parts"), "_pieces"]:
@@ -346,16 +339,7 @@ def _noting(damage: list[BkctlError]) -> Iterator[None]:
         damage.append(error)
 
 
-def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
-    """Add the records of each ledger, and their bytes with size fields, to `sums`."""
-    rows = pa.table({"ledger": batch.column("ledgerQualifiedName"), "size": batch.column("recordSize")})
-    for row in rows.group_by("ledger").aggregate([("size", "sum"), ("size", "count")]).to_pylist():
-        if row["ledger"] is not None:
-            count, size = sums.get(row["ledger"], (0, 0))
-            sums[row["ledger"]] = count + row["size_count"], size + row["size_sum"] + 4 * row["size_count"]
-
-
-def _ledger_rows(log: BookieFile, sums: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def _ledger_rows(log: BookieFile, sums: dict[str | None, tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the ledgers of one log, by a scan and by its ledgers map; one row without a ledger for an empty log."""
     shares = list(log_rows(("", str(log.path))))
     if not shares:
@@ -364,7 +348,7 @@ def _ledger_rows(log: BookieFile, sums: dict[str, tuple[int, int]]) -> list[dict
     sizes = {share["ledgerQualifiedName"]: share["size"] for share in shares}
     rows = []
     for name in sorted(name for name in {*sizes, *sums} if name is not None) or [None]:
-        count, size = sums.get(name or "", (None, None))
+        count, size = (None, None) if name is None else sums.get(name, (None, None))
         rows.append(
             {
                 "entryCount": count, "size": size, "mapSize": sizes.get(name), **of_log,
@@ -460,10 +444,10 @@ class IndexExtract:
         self._chunk: list[IndexedEntries] = []
         self._count = 0
         self._logs = OpenLogs()
-        self._damages: list[_Damage] = []
+        self._damages: list[dict[str, Any]] = []
 
-    def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[_Damage]:
-        """Write the entries and the evidence; yield the path, offset and reason of each damage."""
+    def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[dict[str, Any]]:
+        """Write the entries and the evidence; yield each damage."""
         with closing(self._logs):
             for directory in self._bookie.index_dirs:
                 for path, scoped, entries in self._sources(BookieDirectories((), (), [directory])):
@@ -487,20 +471,17 @@ class IndexExtract:
         }
         for current, scoped in sorted(databases):
             part = DatabaseRange(str(current), scoped, self._bookie.bookie_id)
-            database = part.path("locations")
-            path = str(database)
+            path = str(part.path("locations"))
             try:
-                with (
-                    LedgersDatabase.open(part.path("ledgers"), scoped=scoped) as ledgers,
-                    LocationsDatabase.open(database, scoped=scoped) as locations,
-                ):
-                    yield path, scoped, DatabaseReader(part, ledgers, locations, Conditions()).entries()
+                with part.reader(Conditions()) as reader:
+                    yield path, scoped, reader.entries()
             except PermissionError:
                 raise
             except OSError as error:
-                self._damages.append((path, None, f"{path} cannot be read: {error.strerror or error}"))
+                problem = BkctlError(f"{path} cannot be read: {error.strerror or error}")
+                self._damages.append(damage_of(problem, path))
             except (Corrupt, NotFound, Unsupported, UsageError) as error:
-                self._damages.append((path, *where_and_why(error)))
+                self._damages.append(damage_of(error, path))
 
     def _before_damage(self, path: str, entries: Iterator[IndexedEntries]) -> Iterator[IndexedEntries]:
         """Yield the entries before damage, which goes to the damages."""
@@ -513,13 +494,13 @@ class IndexExtract:
         found: list[BkctlError] = []
         with suppress(NotFound), _noting(found):
             yield
-        self._damages += ((path, *where_and_why(error)) for error in found)
+        self._damages += (damage_of(error, path) for error in found)
 
     def _add(
         self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter
     ) -> None:  # fmt: skip
-        constants = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
-        for batch in entry_rows(self._schema, entries, Conditions(), constants):
+        of_file = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
+        for batch in entry_rows(self._schema, entries, Conditions(), [of_file]):
             writer.add(batch)
         self._chunk.append(entries)
         self._count += len(entries.entry_ids)
@@ -553,7 +534,9 @@ class IndexExtract:
             return np.zeros(len(entries.entry_ids), np.bool_)
         wanted = (entries.locations & 0xFFFFFFFF) - 4
         places = np.minimum(np.searchsorted(offsets, wanted), len(offsets) - 1)
-        scopes, ledgers = (_unsigned(table.column(name)) for name in ("ledgerScopeId", "ledgerId"))
+        # A record without a ledger gets an arbitrary id: no index has an entry of its entry id.
+        ids = (pc.fill_null(table.column(name).cast(pa.uint64()), 0) for name in ("ledgerScopeId", "ledgerId"))
+        scopes, ledgers = (column.to_numpy() for column in ids)
         found: npt.NDArray[np.bool_] = (
             (offsets[places] == wanted)
             & (scopes[places] == entries.scope_ids)
@@ -566,33 +549,14 @@ class IndexExtract:
         """Yield the evidence for each place, in each log with this id."""
         log_id, scoped = key
         columns = (column.tolist() for column in entries)
-        for scope_id, ledger_id, entry_id, location in zip(*columns, strict=True):
+        for scope_id, ledger_id, entry_id, location, _ in zip(*columns, strict=True):
             offset = (location & 0xFFFFFFFF) - 4
             for candidate, (path, _) in enumerate(self._parts.get(key, ())):
-                yield {
-                    "logId": log_id, "scoped": scoped, "offset": offset, "candidate": candidate,
-                    **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
-                }  # fmt: skip
-
-    def _record_at(self, path: str, offset: int, ledger: LedgerId, entry_id: int) -> dict[str, Any]:
-        found = self._logs.record_at(path, offset, Corrupt, Unsupported, UsageError)
-        record = found.pop("record", None)
-        if (found.get("ledgerQualifiedName"), found.get("entryId")) == (ledger.qualified_name, entry_id):
-            check = digest_of_v2 if ledger.is_scoped else digest_of_v1
-            found["digest"], is_evidence = check(record, 0, len(record)), False
-            if found["digest"] is None:
-                found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
-            found["record"] = record if is_evidence else None
-        return found
-
-
-def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
-    """Return ids as numbers. A record without a ledger gets an arbitrary id: no index has an entry of its entry id."""
-    encoded = column.combine_chunks().dictionary_encode()
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.combine_chunks()
-    if not len(encoded.dictionary):
-        return np.zeros(len(column), np.uint64)
-    values = np.array([int(value) for value in encoded.dictionary.to_pylist()], np.uint64)
-    found: npt.NDArray[np.uint64] = values[encoded.indices.fill_null(0).to_numpy()]
-    return found
+                found = self._logs.record_at(path, offset, Corrupt, Unsupported, UsageError)
+                record, ledger = found.pop("record", None), LedgerId(scope_id, ledger_id)
+                if (found.get("ledgerQualifiedName"), found.get("entryId")) == (ledger.qualified_name, entry_id):
+                    digest, is_evidence = digest_of(record, 0, len(record), 2 if ledger.is_scoped else 1), False
+                    if digest is None:
+                        digest, is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
+                    found |= {"digest": digest, "record": record if is_evidence else None}
+                yield {"logId": log_id, "scoped": scoped, "offset": offset, "candidate": candidate, **found}

@@ -112,7 +112,7 @@ class FactsStore:
 
     def part_lists(self) -> list[PartList]:
         """Return the newest list of parts of each bookie, in order of bookie ids. Raises NotFound without any."""
-        found = self._numbers()
+        found = self.numbers()
         if not found:
             raise NotFound(f"{self.uri} has no facts of version {VERSION}", hint=_HINT)
         lists = [self.part_list(bookie, max(numbers)) for bookie, numbers in found.items()]
@@ -129,11 +129,8 @@ class FactsStore:
             )
         return PartList(rows)
 
-    def numbers(self, bookie: str) -> list[int]:
-        """Return the numbers of the bookie's lists of parts, in order."""
-        return sorted(self._numbers().get(bookie, ()))
-
-    def _numbers(self) -> dict[str, list[int]]:
+    def numbers(self) -> dict[str, list[int]]:
+        """Return the numbers of each bookie's lists of parts."""
         found: dict[str, list[int]] = {}
         for file in self.files("parts"):
             if match := _LIST_NAME.fullmatch(file.path.removeprefix("parts/")):

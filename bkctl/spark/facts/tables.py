@@ -28,10 +28,7 @@ class FactColumn(NamedTuple):
 
 
 #: The columns of every table but `parts`, before and behind its own.
-_FIRST: Final = {
-    "bookieId": ("string", "The bookie"),
-    "file": ("string", "Path of the file on the bookie's host"),
-}
+_FIRST: Final = {"bookieId": ("string", "The bookie"), "file": ("string", "Path of the file on the bookie's host")}
 _LAST: Final = {"part": ("string", "Path of the row's Parquet file, as in the table parts")}
 _LEDGER: Final = {
     "ledgerQualifiedName": ("string", "The ledger: 32 hexadecimal digits of scope id and ledger id"),

@@ -46,10 +46,9 @@ from bkctl.spark.jobs.copying import (
 )
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.columns import ddl
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, Client, ClusterOptions, SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -218,12 +217,7 @@ def _counts(spark: SparkSession, *paths: str) -> DataFrame:
 
 
 def import_ledgers(
-    spark: SparkSession,
-    path: str,
-    options: Mapping[str, str],
-    *,
-    to_scope_id: int | None = None,
-    dry_run: bool = False,
+    spark: SparkSession, path: str, options: Mapping[str, str], *, to_scope_id: int | None = None, dry_run: bool = False
 ) -> DataFrame:
     """Create the ledgers of the export at `path`, under their ids or in the scope `to_scope_id`; one row a ledger.
 

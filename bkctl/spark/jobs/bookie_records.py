@@ -144,19 +144,6 @@ def ledger_options(ledger: LedgerId | None, scope_id: int | None) -> dict[str, s
     return {} if scope_id is None else {"ledgerScopeId": str(scope_id)}
 
 
-def with_bookie(records: Frame, owners: Mapping[str, str]) -> Frame:
-    """Return `records` with the bookieId of the directory that holds `file`: `owners` maps directories to bookies.
-
-    The source takes bookieId from cookies; this corrects it where a cookie is missing or names another bookie.
-    """
-    F = functions_of(records)
-    owner = F.col("bookieId")
-    for directory, bookie_id in owners.items():
-        if bookie_id_at(Path(directory)) != bookie_id:
-            owner = F.when(F.col("file").startswith(f"{directory}/"), F.lit(bookie_id)).otherwise(owner)
-    return records.withColumn("bookieId", owner)
-
-
 def log_records(spark: JobSession, bookies: Bookies, columns: Sequence[str], **options: str) -> Frame:
     """Return `columns`, file, bookieId and `damage` of all records in entry logs; `options` are the source's own.
 
@@ -179,10 +166,18 @@ def log_records(spark: JobSession, bookies: Bookies, columns: Sequence[str], **o
 def _scan(
     spark: JobSession, source: str, owners: Mapping[str, str], columns: Iterable[str], options: Mapping[str, str]
 ) -> Frame:
-    """Return file, bookieId, `columns` and `damage` of the files in the directories of `owners`."""
+    """Return file, bookieId, `columns` and `damage` of the files in the directories of `owners`, by their bookies.
+
+    The source takes bookieId from cookies; this corrects it where a cookie is missing or names another bookie.
+    """
+    F = functions_of(spark)
     wanted = {"columns": ",".join(dict.fromkeys(["file", "bookieId", *columns])), "mode": "permissive"}
     records = spark.read.format(f"bookkeeper.{source}").options(**options, **wanted).load(list(owners))
-    return with_bookie(records, owners)
+    owner = F.col("bookieId")
+    for directory, bookie_id in owners.items():
+        if bookie_id_at(Path(directory)) != bookie_id:
+            owner = F.when(F.col("file").startswith(f"{directory}/"), F.lit(bookie_id)).otherwise(owner)
+    return records.withColumn("bookieId", owner)
 
 
 def index_entries(spark: JobSession, bookies: Bookies, **options: str) -> Frame | None:

@@ -19,8 +19,7 @@ from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.liveness import check_instance
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, ClusterOptions, SourceOptions
 from bkctl.spark.sources.places import bookie_id_at, cookie_at
 
 if TYPE_CHECKING:
@@ -108,7 +107,13 @@ def _bookies_at(place: str, left_out: list[Path]) -> Iterator[tuple[str, BookieD
         bookie_id, place = check_bookie_id(given), rest
     path = Path(place)
     if path.is_file():
-        config = _configuration(path)
+        with open(path, "rb") as file:
+            is_text = b"\0" not in file.read(_TEXT_SIZE_BYTES)
+        properties = read_properties(path) if is_text else None
+        if properties is None or not any(key in properties for key in _DIRECTORY_KEYS):
+            problem = f"{path} is not a configuration of a bookie"
+            raise UsageError(problem, hint="give its bk_server.conf, or its directory")
+        config = BookieConfig.from_properties(properties)
         directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
         yield bookie_id or _only_owner(place, directories), directories
         return
@@ -176,16 +181,6 @@ def _check_no_copies(bookie: BookieFiles) -> None:
                         f"{seen[first_record]} and {path} are the same entry log of bookie {bookie.bookie_id}",
                         hint="give the bookie's files or their copy, not both",
                     )
-
-
-def _configuration(path: Path) -> BookieConfig:
-    """Return a bookie's configuration. Raises UsageError for a file that names no directory of a bookie."""
-    with open(path, "rb") as file:
-        is_text = b"\0" not in file.read(_TEXT_SIZE_BYTES)
-    properties = read_properties(path) if is_text else None
-    if properties is None or not any(key in properties for key in _DIRECTORY_KEYS):
-        raise UsageError(f"{path} is not a configuration of a bookie", hint="give its bk_server.conf, or its directory")
-    return BookieConfig.from_properties(properties)
 
 
 def _holds_bookie(directory: Path) -> bool:

@@ -25,8 +25,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.jobs.bookie_records import frame_of, rows_in_tasks, task_slots
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, Client, ClusterOptions, SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -64,9 +63,9 @@ class Shape(NamedTuple):
 
     def over(self, options: SourceOptions) -> Shape:
         """Return this shape with the sizes that the options set. Raises UsageError."""
-        names = zip(SHAPE_OPTIONS, self[:3], strict=True)
-        ensemble_size, write_quorum_size, ack_quorum_size = (options.integer(name, size, 1) for name, size in names)
-        return Shape(ensemble_size, write_quorum_size, ack_quorum_size, self.digest_type, self.custom_metadata)
+        names = zip(self._fields, SHAPE_OPTIONS, self[:3], strict=False)
+        sizes: dict[str, Any] = {field: options.integer(name, size, 1) for field, name, size in names}
+        return self._replace(**sizes)
 
     @classmethod
     def of(cls, metadata: LedgerMetadata) -> Shape:

@@ -12,7 +12,6 @@ from bkctl.ids import LedgerId
 from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, index_entries, journal_entries, ledger_options, log_records
 from bkctl.spark.jobs.entry_blocks import BLOCK_BITS, INDEX, JOURNAL, LOG, PROMISE, fold
-from bkctl.spark.jobs.verdicts import Problem
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:
@@ -85,22 +84,11 @@ def log_damages(held: Frame) -> Frame:
     """Return the damages of entry logs in `held_entries`: bookieId, file, damage."""
     F = functions_of(held)
     file = F.col(DAMAGE)["file"]
-    return _damages(held).withColumn("file", file).filter(file.endswith(".log"))
+    return damages(held).withColumn("file", file).filter(file.endswith(".log"))
 
 
-def unreadable_files(held: Frame) -> Frame:
-    """Return the damages in `held_entries` as findings without a ledger."""
-    F = functions_of(held)
-    return _damages(held).select(
-        "bookieId",
-        F.lit(Problem.UNREADABLE.value).alias("problem"),
-        F.col(f"{DAMAGE}.file").alias("file"),
-        F.col(f"{DAMAGE}.offset").alias("offset"),
-        F.col(f"{DAMAGE}.reason").alias("detail"),
-    )
-
-
-def _damages(held: Frame) -> Frame:
+def damages(held: Frame) -> Frame:
+    """Return the damages of files in `held_entries`: bookieId, damage."""
     F = functions_of(held)
     return held.filter(F.col(DAMAGE).isNotNull()).select("bookieId", DAMAGE).distinct()
 
@@ -132,7 +120,7 @@ def read_metadata(
 def fragments_of(metadata: Frame, held: Frame) -> Frame:
     """Return one row a fragment with entries: `first` and `last` entry, `bookies`, and the ledger's sizes.
 
-    `held` gives the last entries of ledgers that are not closed.
+    `held` gives the last entries of ledgers that are not closed; such a ledger without entries has no row.
     """
     F = functions_of(metadata)
 
@@ -146,8 +134,14 @@ def fragments_of(metadata: Frame, held: Frame) -> Frame:
 
     sizes = (QUALIFIED_NAME, "ensembleSize", "writeQuorumSize")
     fragments = F.explode(F.transform("ensembles", fragment)).alias("fragment")
-    ledgers = _with_last_entry(metadata, held).select(*sizes, fragments)
-    return ledgers.select(*sizes, "fragment.*").filter("first <= last")
+    is_open = F.col("state") != "CLOSED"
+    of_open = held.join(metadata.filter(is_open).select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi")
+    # A damaged entry must not decide how far its ledger goes; entries whose digest cannot be checked here have to.
+    checked = F.max(F.when(F.col("digest").isNotNull(), F.col("lac")))
+    confirmed = of_open.groupBy(QUALIFIED_NAME).agg(F.coalesce(checked, F.max("lac")).alias("last"))
+    open_ledgers = metadata.filter(is_open).join(confirmed, QUALIFIED_NAME)
+    ledgers = metadata.filter(~is_open).withColumn("last", F.col("lastEntryId")).unionByName(open_ledgers)
+    return ledgers.select(*sizes, fragments).select(*sizes, "fragment.*").filter("first <= last")
 
 
 def promised_blocks(fragments: Frame, bookies: Bookies) -> Frame:
@@ -215,15 +209,3 @@ def _holder_count(F: Functions, entry_id: FrameColumn, bookies: Bookies) -> Fram
     copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)
     write_set = F.transform(copies, lambda copy: F.get("bookies", F.pmod(entry_id + copy, "ensembleSize").cast("int")))
     return F.size(F.filter(write_set, lambda bookie_id: bookie_id.isin(given)))
-
-
-def _with_last_entry(metadata: Frame, held: Frame) -> Frame:
-    """Return the ledgers with `last`, their last promised entry; an open ledger without entries has no row."""
-    F = functions_of(metadata)
-    is_open = F.col("state") != "CLOSED"
-    of_open = held.join(metadata.filter(is_open).select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi")
-    # A damaged entry must not decide how far its ledger goes; entries whose digest cannot be checked here have to.
-    checked = F.max(F.when(F.col("digest").isNotNull(), F.col("lac")))
-    confirmed = of_open.groupBy(QUALIFIED_NAME).agg(F.coalesce(checked, F.max("lac")).alias("last"))
-    open_ledgers = metadata.filter(is_open).join(confirmed, QUALIFIED_NAME)
-    return metadata.filter(~is_open).withColumn("last", F.col("lastEntryId")).unionByName(open_ledgers)

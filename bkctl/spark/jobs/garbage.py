@@ -47,23 +47,22 @@ def ledger_states(ledgers: Frame, connection: Mapping[str, str]) -> Frame:
             liveness = Liveness(cluster.ledgers)
             for rows in batches:
                 for part in range(0, len(rows), _QUESTION_ROWS):
-                    yield _states(liveness, [row[QUALIFIED_NAME] for row in rows[part : part + _QUESTION_ROWS]])
+                    names = [row[QUALIFIED_NAME] for row in rows[part : part + _QUESTION_ROWS]]
+                    states = liveness.states([LedgerId.from_value(int(name, 16)) for name in names])
+                    for problem in liveness.problems:
+                        if isinstance(problem, Unreachable):
+                            raise problem
+                    reasons = [{"problem": str(each), "problemType": type(each).__name__} for each in liveness.problems]
+                    unknown = reasons[0] if reasons else {}
+                    yield [
+                        {
+                            QUALIFIED_NAME: name, "state": state.value,
+                            **(unknown if state is LedgerLiveness.UNKNOWN else {}),
+                        }
+                        for name, state in zip(names, states.values(), strict=True)
+                    ]  # fmt: skip
 
     return map_rows(ledgers.select(QUALIFIED_NAME).dropna().distinct(), states_of, _STATES)
-
-
-def _states(liveness: Liveness, names: list[str]) -> list[dict[str, Any]]:
-    by_name = {name: LedgerId.from_value(int(name, 16)) for name in names}
-    states = liveness.states(by_name.values())
-    for problem in liveness.problems:
-        if isinstance(problem, Unreachable):
-            raise problem
-    reason = next(({"problem": str(each), "problemType": type(each).__name__} for each in liveness.problems), {})
-    rows = []
-    for name, ledger in by_name.items():
-        unknown = states[ledger] is LedgerLiveness.UNKNOWN
-        rows.append({QUALIFIED_NAME: name, "state": states[ledger].value, **(reason if unknown else {})})
-    return rows
 
 
 _CONTENTS: Final = (

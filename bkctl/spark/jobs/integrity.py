@@ -11,28 +11,59 @@ confirmed in any of its entries. Source: LedgerChecker, ScanAndCompareGarbageCol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
 
+from bkctl.errors import BkctlError
+from bkctl.files.journal import JournalReader
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.entry_log import log_id_of
+from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
 from bkctl.ids import LedgerId
-from bkctl.spark.engine import Frame, JobSession, functions_of
-from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, KeptFrames, with_ledger_ids
-from bkctl.spark.jobs.bookies import check_clusters
+from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
+from bkctl.spark.facts.frames import Facts
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, KeptFrames, map_rows, with_ledger_ids
+from bkctl.spark.jobs.bookies import check_clusters, open_store
 from bkctl.spark.jobs.entries import (
     absent_bookies,
+    damages,
     fragments_of,
     held_entries,
     promise_counts,
     promised_blocks,
     read_metadata,
-    unreadable_files,
     with_holder_count,
 )
-from bkctl.spark.jobs.verdicts import Problem, judge_replicas, look_again
+from bkctl.spark.jobs.entry_blocks import Ids, unfold
+from bkctl.spark.sources.columns import DAMAGE
+from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
     from bkctl.spark.jobs.bookies import Bookies
+    from bkctl.spark.jobs.entry_blocks import Mask
+
+INTACT: Final = "intact"
+#: Columns cannot decide: the replica is intact if one of the deciding `looks` finds it.
+IN_DOUBT: Final = "look"
+
+
+class Problem(StrEnum):
+    """Problems of a replica or file; the values are the words of every output."""
+
+    #: The bookie has the entry nowhere, although metadata says that it should.
+    MISSING = "missing"
+    #: The bytes do not match the entry's digest, or cannot be read.
+    DAMAGED = "damaged"
+    #: An entry log has the entry, but the bookie's index does not, so the bookie does not serve it.
+    NOT_INDEXED = "notIndexed"
+    #: The index points to another entry.
+    MISPLACED = "misplaced"
+    #: A file ends in damage: entries behind the damage are found by the index alone, if at all.
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True)
@@ -123,3 +154,245 @@ def _with_intact_count(suspects: Frame, fragments: Frame, bookies: Bookies) -> F
     intact = F.when(F.col("holderCount").isNull(), F.lit(0)).otherwise(checked).alias("intactCount")
     counts = bad.join(holders, entry, "left").select(*entry, intact)
     return found.join(counts, entry)
+
+
+def unreadable_files(held: Frame) -> Frame:
+    """Return the damages in `held_entries` as findings without a ledger."""
+    F = functions_of(held)
+    return damages(held).select(
+        "bookieId",
+        F.lit(Problem.UNREADABLE.value).alias("problem"),
+        F.col(f"{DAMAGE}.file").alias("file"),
+        F.col(f"{DAMAGE}.offset").alias("offset"),
+        F.col(f"{DAMAGE}.reason").alias("detail"),
+    )
+
+
+# --- verdicts from columns --------------------------------------------------------------------------------------------
+
+
+def judge_replicas(promised: Frame, held: Frame, ledgers: Frame, *, indexes: bool) -> Frame:
+    """Return each replica, of existing `ledgers`, that is not intact by columns, with `verdict`, `served` and `looks`.
+
+    `promised` and `held` are blocks; what agrees in them is not unfolded. `verdict` of a promised replica is INTACT,
+    IN_DOUBT, missing or notIndexed, else null. `served` is the copy that the index names; without `indexes`, the newest
+    copy. `looks` are the records to read: those that decide where the verdict is IN_DOUBT, and copies that no index
+    names and whose columns do not match.
+    """
+    F = functions_of(promised)
+    of_ledgers = held.join(ledgers.select(QUALIFIED_NAME, "digestType"), QUALIFIED_NAME)
+    of_ledgers = of_ledgers.withColumn("matches", _matches(F, F.col("digest"))).drop(
+        "digestType", DAMAGE, "size", "lac"
+    )
+    blocks = promised.unionByName(of_ledgers, allowMissingColumns=True)
+
+    def choose(ids: Ids) -> Mask:
+        """Choose the entries for which the verdict is more than INTACT, or which have copies to look at."""
+        return ids.mismatched | (ids.promised & ~(ids.replayed | (ids.served if indexes else ids.logged)))
+
+    rows = unfold(blocks, choose).join(ledgers, QUALIFIED_NAME)
+    rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict(F))
+    judged = rows.withColumn("looks", _looks(F))
+    return judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0))
+
+
+def _with_served_copy(rows: Frame, *, indexes: bool) -> Frame:
+    F = functions_of(rows)
+
+    def is_at_place(copy: FrameColumn) -> FrameColumn:
+        return (copy["logId"] == F.col("place.logId")) & (copy["offset"] == F.col("place.offset"))
+
+    if indexes:
+        return rows.withColumn("served", F.get(F.filter("copies", is_at_place), F.lit(0)))
+    rows = rows.withColumn("served", F.array_max("copies"))
+    place = F.struct("served.logId", "served.offset")
+    return rows.withColumn("place", F.when(F.col("served").isNotNull(), place))
+
+
+def _verdict(F: Functions) -> FrameColumn:
+    """Return the verdict of the first condition that a replica meets, null for one that is not promised.
+
+    A replayed copy comes first, since a start writes it to a new log and indexes it there.
+    """
+    served, journaled = F.col("served"), F.col("journaled")
+    return (
+        F.when(~F.col("promised"), None)
+        .when(journaled.isNotNull() & _matches(F, journaled["digest"]), INTACT)
+        .when(served.isNotNull() & _matches(F, served["digest"]), INTACT)
+        .when(journaled.isNotNull(), IN_DOUBT)
+        .when(F.col("place").isNotNull(), IN_DOUBT)
+        .when(F.size("copies") > 0, Problem.NOT_INDEXED.value)
+        .otherwise(Problem.MISSING.value)
+    )
+
+
+def _matches(F: Functions, digest: FrameColumn) -> FrameColumn:
+    """Return whether a record's `digest` is its ledger's digest type, or the ledger has no digest to check."""
+    digest_type = F.col("digestType")
+    return digest_type.isNull() | (digest_type == DigestType.DUMMY.name) | digest.eqNullSafe(digest_type)
+
+
+def _looks(F: Functions) -> FrameColumn:
+    """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log.
+
+    And the looks at copies that are not served, and whose columns do not match.
+    """
+    served, place, journaled = F.col("served"), F.col("place"), F.col("journaled")
+    in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
+    deciding = F.array(
+        F.when(journaled.isNotNull(), look_at(F, "journal", journaled, decides=True)),
+        F.when(served.isNotNull(), look_at(F, "log", served, decides=True)).when(
+            place.isNotNull(), look_at(F, "place", place, decides=True)
+        ),
+    )
+
+    def is_doubtful(copy: FrameColumn) -> FrameColumn:
+        return ~(F.col("promised") & copy.eqNullSafe(served)) & ~_matches(F, copy["digest"])
+
+    others = F.transform(F.filter("copies", is_doubtful), lambda copy: look_at(F, "log", copy, decides=False))
+    return F.concat(F.filter(deciding, lambda look: in_doubt & look.isNotNull()), others)
+
+
+def look_at(F: Functions, kind: str, record: FrameColumn, *, decides: bool) -> FrameColumn:
+    """Return one look: at a `log` by its file, at a `place` by log id (its file is unknown), or at a `journal`."""
+    return F.struct(
+        F.lit(kind).alias("kind"),
+        (F.lit(None).cast("string") if kind == "place" else record["file"]).alias("file"),
+        (F.lit(None).cast("bigint") if kind == "journal" else record["logId"]).alias("logId"),
+        record["offset"].alias("offset"),
+        F.lit(decides).alias("decides"),
+    )
+
+
+# --- the second look, with the passwords of ledgers -------------------------------------------------------------------
+
+_RESULT: Final = (
+    f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, problem string, file string, "
+    "offset bigint, detail string"
+)
+
+
+def look_again(judged: Frame, bookies: Bookies, connection: Mapping[str, str]) -> Frame:
+    """Return the result of every look of `judge_replicas`; `problem` is null where the entry is intact."""
+    F = functions_of(judged)
+    looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
+    looks = looks.select(*REPLICA, "digestType", "look.*")
+    looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")
+    logs: dict[tuple[str, int, bool], list[str]] | None = None
+    if isinstance(bookies, Facts):
+        looks = bookies.with_evidence(judged.sparkSession, looks)
+    else:
+        logs = {}
+        for bookie in bookies:
+            for log in bookie.directories.entry_logs():
+                if (log_id := log_id_of(log.path.name)) is not None:
+                    logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
+
+    def results(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+        with _SecondLook(logs, connection) as second:
+            for rows in batches:
+                yield [found for row in rows if (found := second.look(row)) is not None]
+
+    return map_rows(looks, results, _RESULT)
+
+
+#: A problem that a second look found, and its detail.
+_Found = tuple[Problem, str]
+
+
+class _SecondLook(ExitStack):
+    """Checks single records against their ledgers' digests; a context manager that closes the files.
+
+    `logs` has the paths of each bookie's logs by id and scope. None: each row has its `evidence`, the records that an
+    extract left where columns cannot decide.
+    """
+
+    def __init__(
+        self, logs: Mapping[tuple[str, int, bool], list[str]] | None, connection: Mapping[str, str]
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._logs, self._connection = logs, connection
+        self._cluster: Cluster | None = None
+        self._managers: dict[LedgerId, DigestManager] = {}
+        self._open_logs = self.enter_context(closing(OpenLogs()))
+
+    def look(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the result of one look; None for an intact copy that is not served."""
+        ledger = LedgerId.from_value(int(row[QUALIFIED_NAME], 16))
+        file, problem = row["file"], _no_evidence(row)
+        if file is None and not row.get("isLog"):
+            problem = Problem.MISSING, f"its index names log {row['logId']}, which does not exist"
+        for evidence in self._evidence(ledger, row):
+            problem = self._problem_of(ledger, row, evidence)
+            if problem is None:
+                file = str(evidence["file"])
+                break
+        if problem is None and not row["decides"]:
+            return None
+        word, detail = (None, None) if problem is None else (problem[0].value, problem[1])
+        place = {"promised": row["decides"], "offset": row["offset"], "file": file}
+        return {key: row[key] for key in REPLICA} | place | {"problem": word, "detail": detail}
+
+    def _evidence(self, ledger: LedgerId, row: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+        """Return what stands at the row's offset in its file, or in each log with its id, in the order to try."""
+        path = row["file"]
+        if self._logs is None:
+            found = row["evidence"] or ()
+            if path is not None:
+                return [each for each in found if each["file"] == path]
+            tried = [each for each in found if each["candidate"] is not None]
+            return sorted(tried, key=lambda each: int(each["candidate"]))
+        if row["kind"] == "journal":
+            return [{**row, **_journal_record(path, row["offset"])}]
+        # Each ledger directory has its own log ids, and an index does not name the directory.
+        key = row["bookieId"], row["logId"], ledger.is_scoped
+        paths = [path] if path is not None else self._logs.get(key, [])
+        return (self._open_logs.record_at(each, row["offset"], BkctlError) for each in paths)
+
+    def _problem_of(
+        self, ledger: LedgerId, row: Mapping[str, Any], evidence: Mapping[str, Any]
+    ) -> _Found | None:  # fmt: skip
+        """Return None if the record of `evidence` is this entry and matches its digest, else the problem with it."""
+        if evidence.get("problem") is not None:
+            return Problem(evidence["problem"]), evidence["detail"]
+        stands, entry_id = LedgerId.from_value(int(evidence[QUALIFIED_NAME], 16)), evidence["entryId"]
+        if (stands, entry_id) != (ledger, row["entryId"]):
+            place = f"stands at byte {row['offset']} of {evidence['file']}"
+            return Problem.MISPLACED, f"entry {entry_id} of ledger {stands} {place}"
+        if row["digestType"] is None or row["digestType"] == DigestType.DUMMY.name:
+            return None
+        if evidence["record"] is None:
+            return None if row["digestType"] == evidence["digest"] else _no_evidence(row)
+        manager = self._managers.get(ledger)
+        if manager is None:
+            digest_type = DigestType.parse(row["digestType"])
+            password = self._password(ledger) if digest_type is DigestType.HMAC else b""
+            manager = self._managers[ledger] = DigestManager(ledger, digest_type, password)
+        try:
+            manager.open(evidence["record"], entry_id)
+        except BkctlError as error:
+            return Problem.DAMAGED, str(error)
+        return None
+
+    def _password(self, ledger: LedgerId) -> bytes:
+        """Return the ledger's password from the metadata store. Raises BkctlError."""
+        if self._cluster is None:
+            self._cluster = self.enter_context(open_store(self._connection))
+        return self._cluster.ledgers.read(ledger).metadata.password or b""
+
+
+def _journal_record(path: str, offset: int) -> dict[str, Any]:
+    """Return the record at byte `offset` of a journal, or the `problem` with it and a `detail`."""
+    try:
+        with JournalReader.open(path) as reader:
+            (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
+            body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
+    except BkctlError as error:
+        return {"problem": Problem.DAMAGED.value, "detail": str(error)}
+    if not 0 < size == len(body):
+        return {"problem": Problem.MISSING.value, "detail": f"{path} has no record at byte {offset}"}
+    return {"record": body}
+
+
+def _no_evidence(row: Mapping[str, Any]) -> _Found | None:
+    return Problem.DAMAGED, f"it matches another digest than its ledger's {row['digestType']}"

@@ -55,11 +55,7 @@ def log_row(bookie_id: str, log: BookieFile) -> dict[str, Any]:
 
 
 def shares(
-    spark: JobSession,
-    bookies: Bookies,
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
+    spark: JobSession, bookies: Bookies, *, ledger: LedgerId | None = None, scope_id: int | None = None
 ) -> Frame:
     """Return the share of each ledger in each log: bookieId, file, ledgerQualifiedName, damage, entryCount, size.
 
@@ -82,11 +78,7 @@ def damages(shares: Frame) -> Frame:
 
 
 def totals(
-    spark: JobSession,
-    bookies: Bookies,
-    shares: Frame,
-    grouping: Grouping,
-    connection: Mapping[str, str] | None = None,
+    spark: JobSession, bookies: Bookies, shares: Frame, grouping: Grouping, connection: Mapping[str, str] | None = None
 ) -> Frame:
     """Return the sums of `shares`, one row for each bookie, log, scope, ledger or application, most bytes first.
 
@@ -118,25 +110,19 @@ def totals(
             # Scope ids are decimal texts of any width.
             ties = [F.lpad("ledgerScopeId", 20, "0")]
         case Grouping.APPLICATION:
-            rows = _application_totals(spark, bookies, found, connection)
+            if connection is None:
+                problem = "Applications are known from a metadata store, and none is named"
+                raise UsageError(problem, hint="add --metadata-uri")
+            check_clusters(bookies, connection)
+            counted = found.groupBy(QUALIFIED_NAME).agg(*_sums(F))
+            of_ledgers = counted.join(applications(spark, connection), QUALIFIED_NAME, "left")
+            rows = of_ledgers.groupBy(*_APPLICATION_COLUMNS).agg(F.count("*").alias("ledgerCount"), *_sums(F))
             ties = [F.col(name) for name in _APPLICATION_COLUMNS]
     return rows.orderBy(F.desc("size"), *ties)
 
 
 def _sums(F: Functions) -> tuple[FrameColumn, FrameColumn]:
     return F.sum("entryCount").alias("entryCount"), F.sum("size").alias("size")
-
-
-def _application_totals(
-    spark: JobSession, bookies: Bookies, shares: Frame, connection: Mapping[str, str] | None
-) -> Frame:
-    F = functions_of(spark)
-    if connection is None:
-        raise UsageError("Applications are known from a metadata store, and none is named", hint="add --metadata-uri")
-    check_clusters(bookies, connection)
-    ledgers = shares.groupBy(QUALIFIED_NAME).agg(*_sums(F))
-    rows = ledgers.join(applications(spark, connection), QUALIFIED_NAME, "left")
-    return rows.groupBy(*_APPLICATION_COLUMNS).agg(F.count("*").alias("ledgerCount"), *_sums(F))
 
 
 def applications(spark: JobSession, connection: Mapping[str, str]) -> Frame:

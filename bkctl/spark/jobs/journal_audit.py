@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import Corrupt, NotFound, Unsupported
 from bkctl.files.journal import JournalReader
-from bkctl.files.journal_check import JournalCheck, check_journals
+from bkctl.files.journal_check import check_journals
 from bkctl.files.scan import ScanState
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType
@@ -37,7 +37,7 @@ from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entries import held_entries, journaled_entries, log_damages
 from bkctl.spark.jobs.entry_blocks import unfold
 from bkctl.spark.jobs.garbage import ledger_states
-from bkctl.spark.jobs.verdicts import look_again, look_at
+from bkctl.spark.jobs.integrity import look_again, look_at
 from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.places import unseen
 
@@ -125,25 +125,19 @@ def check_rows(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
             raise unseen(Path(directory, COOKIE_NAME))
     starts = replay_starts(bookie)
     for check in check_journals(bookie.directories):
-        start = starts.get(str(check.path))
-        row = _check_row(bookie.bookie_id, check)
+        start, journal_id, behind = starts.get(str(check.path)), check.journal_id, check.behind
+        row = {
+            "bookieId": bookie.bookie_id, "file": str(check.path), "journalId": journal_id,
+            "journalIdHex": None if journal_id is None else f"{journal_id:x}", "version": check.version,
+            "state": check.state.value, "size": check.size_bytes, "goodEnd": check.good_end, "mark": check.mark,
+            "recordCount": check.record_count, "entryCount": check.entry_count,
+            "replayRecordCount": 0, "replayEntryCount": 0, "replaySize": 0, "sizeBehind": behind.size_bytes,
+            "recordsBehind": behind.record_count, "entriesBehind": behind.entry_count, "resumesAt": behind.resumes_at,
+            "problem": check.problem, "damaged": check.error is not None,
+        }  # fmt: skip
         if start is not None and check.state not in (ScanState.MISSING, ScanState.UNREADABLE):
             row |= {"replayFrom": start, **_replay(check.path, start)}
         yield row
-
-
-def _check_row(bookie_id: str, check: JournalCheck) -> dict[str, Any]:
-    journal_id = check.journal_id
-    return {
-        "bookieId": bookie_id, "file": str(check.path), "journalId": journal_id,
-        "journalIdHex": None if journal_id is None else f"{journal_id:x}", "version": check.version,
-        "state": check.state.value, "size": check.size_bytes, "goodEnd": check.good_end, "mark": check.mark,
-        "recordCount": check.record_count, "entryCount": check.entry_count,
-        "replayRecordCount": 0, "replayEntryCount": 0, "replaySize": 0,
-        "sizeBehind": check.behind.size_bytes, "recordsBehind": check.behind.record_count,
-        "entriesBehind": check.behind.entry_count, "resumesAt": check.behind.resumes_at,
-        "problem": check.problem, "damaged": check.error is not None,
-    }  # fmt: skip
 
 
 def _replay(path: Path, start: int) -> dict[str, int]:
@@ -170,7 +164,13 @@ def unlogged(held: Frame, bookies: Bookies, connection: Mapping[str, str] | None
     unread = log_damages(held).select("bookieId").distinct()
     blocks = held.filter(F.col(QUALIFIED_NAME).isNotNull()).drop(DAMAGE, "size", "lac")
     absent = unfold(blocks.withColumn("matches", F.lit(True)), lambda ids: ids.recorded & ~ids.logged)
-    found = absent.join(_indexed_entries(absent, bookies), list(REPLICA), "left_anti")
+    # Behind damage in a log the index may find the entry.
+    places = absent.filter(F.col("place").isNotNull()).select(
+        *REPLICA, F.lit(True).alias("promised"), F.lit(None).cast("string").alias("digestType"),
+        F.array(look_at(F, "place", F.col("place"), decides=True)).alias("looks"),
+    )  # fmt: skip
+    indexed = look_again(places, bookies, {}).filter(F.col("problem").isNull())
+    found = absent.join(indexed, list(REPLICA), "left_anti")
     found = found.join(F.broadcast(unread.withColumn("unread", F.lit(True))), "bookieId", "left")
     is_unknown = F.col("unread").isNotNull() & F.col("place").isNull()
     logged = F.when(is_unknown, Logged.UNKNOWN.value).otherwise(Logged.NO.value).alias("logged")
@@ -182,14 +182,3 @@ def unlogged(held: Frame, bookies: Bookies, connection: Mapping[str, str] | None
     else:
         found = found.withColumn("state", F.lit(None).cast("string"))
     return with_ledger_ids(found).orderBy("bookieId", QUALIFIED_NAME, "entryId")
-
-
-def _indexed_entries(absent: Frame, bookies: Bookies) -> Frame:
-    """Return the entries of `absent` that their index finds behind damage in a log."""
-    F = functions_of(absent)
-    look = look_at(F, "place", F.col("place"), decides=True)
-    judged = absent.filter(F.col("place").isNotNull()).select(
-        *REPLICA, F.lit(True).alias("promised"), F.lit(None).cast("string").alias("digestType"),
-        F.array(look).alias("looks"),
-    )  # fmt: skip
-    return look_again(judged, bookies, {}).filter(F.col("problem").isNull())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from inspect import signature
 from itertools import count
-from typing import TYPE_CHECKING, Any
-
-from bkctl.spark.sources.columns import arrow_type
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from typing import Any
 
 _numbers = count()
 
@@ -37,8 +33,9 @@ class Expression:
         return self.sql if self.name is None else f"{self.sql} AS {quoted(self.name)}"
 
     def cast(self, kind: str) -> Expression:
-        """Return the values as another type of Spark."""
-        return Expression(f"CAST({self.sql} AS {duckdb_type(arrow_type(kind))})", self.name)
+        """Return the values as another type of Spark; DuckDB has the same names, and brackets for fields of structs."""
+        fields = re.sub(r"(\w+):", r'"\1" ', kind).replace("<", "(").replace(">", ")")
+        return Expression(f"CAST({self.sql} AS {fields})", self.name)
 
     def isin(self, *values: Any) -> Expression:
         """Return whether values are among `values`."""
@@ -99,26 +96,6 @@ def quoted(name: str) -> str:
 def text(value: str) -> str:
     """Return a text as SQL has it."""
     return "'" + value.replace("'", "''") + "'"
-
-
-def duckdb_type(kind: pa.DataType) -> str:
-    """Return a type of Arrow as DuckDB's."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(kind):
-        fields = ", ".join(f"{quoted(field.name)} {duckdb_type(field.type)}" for field in kind)
-        return f"STRUCT({fields})"
-    if pa.types.is_list(kind):
-        return f"{duckdb_type(kind.value_type)}[]"
-    if pa.types.is_map(kind):
-        return f"MAP({duckdb_type(kind.key_type)}, {duckdb_type(kind.item_type)})"
-    if pa.types.is_decimal(kind):
-        return f"DECIMAL({kind.precision}, {kind.scale})"
-    names = {
-        "string": "VARCHAR", "int64": "BIGINT", "int32": "INTEGER", "bool": "BOOLEAN", "binary": "BLOB",
-        "double": "DOUBLE", "timestamp[us, tz=UTC]": "TIMESTAMPTZ",
-    }  # fmt: skip
-    return names[str(kind)]
 
 
 def column(value: str | Expression) -> Expression:

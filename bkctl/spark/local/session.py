@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import count
@@ -18,8 +19,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from bkctl.errors import BkctlError
-from bkctl.spark.local.database import LocalDatabase, Query
-from bkctl.spark.local.functions import Expression, LocalFunctions, column, duckdb_type, quoted
+from bkctl.spark.failures import source_error
+from bkctl.spark.local.functions import Expression, column, quoted
 from bkctl.spark.sources import source_named
 from bkctl.spark.sources.columns import arrow_schema
 
@@ -29,9 +30,44 @@ if TYPE_CHECKING:
 #: Sources of files are streams. Stores belong to the thread that opens them, and streams are read in DuckDB's.
 _STREAMS: Final = ("bookkeeper.entrylog", "bookkeeper.journal", "bookkeeper.index")
 _HOWS: Final = {"inner": "INNER", "left": "LEFT", "full_outer": "FULL", "left_semi": "SEMI", "left_anti": "ANTI"}
-#: Writes the SQL of a frame for a query; None: for a query of the columns alone, without rows.
-_Writer = Callable[[Query | None], str]
+#: Rows of a batch that leaves the database.
+_BATCH_ROWS: Final = 50_000
+#: The longest delay before an interrupt is seen.
+_INTERRUPT_S: Final = 0.5
 _numbers = count()
+
+
+class Query:
+    """One query, with the Arrow data that it reads; `only_columns`: a query of the columns alone, without rows."""
+
+    def __init__(self, cursor: Any, *, only_columns: bool = False) -> None:
+        self.cursor, self.only_columns = cursor, only_columns
+        #: The error of a source; DuckDB passes on its text only.
+        self.error: Exception | None = None
+        self._numbers = count()
+
+    def table(self, data: Any) -> str:
+        """Return the SQL name of a dataset or a stream of Arrow in this query."""
+        name = f"a{next(self._numbers)}"
+        self.cursor.register(name, data)
+        return name
+
+    def stream(self, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> str:
+        """Return the SQL name of batches, which are read while the query runs."""
+        import pyarrow as pa
+
+        def noted() -> Iterator[pa.RecordBatch]:
+            try:
+                yield from batches
+            except Exception as error:
+                self.error = error
+                raise
+
+        return self.table(pa.RecordBatchReader.from_batches(schema, noted()))
+
+
+#: Writes the SQL of a frame for a query.
+_Writer = Callable[[Query], str]
 
 
 @contextmanager
@@ -57,13 +93,20 @@ def local_session(progress: Callable[[int], None] = lambda done: None) -> Iterat
             session.close()
 
 
-class LocalSession(LocalDatabase):
-    """Makes frames. One task runs at a time, so no file is cut."""
+class LocalSession:
+    """Makes frames. One task runs at a time, so no file is cut. `directory` gets rows for which memory is short."""
 
     sparkContext = SimpleNamespace(defaultParallelism=1)
 
     def __init__(self, directory: Path, progress: Callable[[int], None]) -> None:
-        super().__init__(directory)
+        import duckdb
+
+        # A bookie may run on this machine, too.
+        settings: dict[str, Any] = {"temp_directory": str(directory), "memory_limit": "50%"}
+        self._connection = duckdb.connect(":memory:", config=settings)
+        self._worker = ThreadPoolExecutor(1, "bkctl-duckdb")
+        # An interrupt while a pool starts a thread makes it forget that thread: the pool would get a second one.
+        self._worker.submit(int).result()
         self._progress = progress
         self._parts_read = 0
 
@@ -92,36 +135,103 @@ class LocalSession(LocalDatabase):
         self, schema: pa.Schema, batches: Callable[[], Iterator[pa.RecordBatch]], *, is_stream: bool
     ) -> LocalFrame:
         """Return rows that `batches` yields: to each query anew as a stream, else once, in this thread."""
-        import pyarrow as pa
-
         if is_stream:
-            return self._frame(schema, lambda query: query.stream(schema, batches()))
-        table = f"m{next(_numbers)}"
-        exists = False
+            return self._frame(schema, lambda query, _: query.stream(schema, batches()))
+        is_filled = False
 
-        def stored(query: Query) -> str:
-            nonlocal exists
-            if not exists:
-                self.run(lambda query: f"CREATE OR REPLACE TABLE {table} AS {empty(schema)}")
+        def filled(query: Query, table: str) -> str:
+            import pyarrow as pa
+
+            nonlocal is_filled
+            if not is_filled:
+                self.run(lambda query: f"DELETE FROM {table}")
                 for batch in batches():
-                    self._insert(table, pa.Table.from_batches([batch], schema))
-                exists = True
+                    self._store(f"INSERT INTO {table}", pa.Table.from_batches([batch], schema))
+                is_filled = True
             return table
 
-        return self._frame(schema, stored, is_stored=True)
-
-    def _insert(self, table: str, rows: pa.Table) -> None:
-        self.run(lambda query: f"INSERT INTO {table} SELECT * FROM {query.table(rows)}")
+        return self._frame(schema, filled, is_stored=True)
 
     def of_dataset(self, dataset: Any) -> LocalFrame:
         """Return the rows of an Arrow dataset or table, which queries read in parts."""
-        return self._frame(dataset.schema, lambda query: query.table(dataset))
+        return self._frame(dataset.schema, lambda query, _: query.table(dataset))
 
-    def _frame(self, schema: pa.Schema, table: Callable[[Query], str], *, is_stored: bool = False) -> LocalFrame:
-        """Return the rows of the `table` of a query."""
+    def _frame(self, schema: pa.Schema, table: Callable[[Query, str], str], *, is_stored: bool = False) -> LocalFrame:
+        """Return the rows of the `table` of a query, which gets the name of an empty table with these columns."""
+        empty = f"m{next(_numbers)}"
+        self._store(f"CREATE TABLE {empty} AS", schema.empty_table())
         return LocalFrame(
-            self, lambda query: empty(schema) if query is None else f"SELECT * FROM {table(query)}", is_stored=is_stored
-        )
+            self, lambda query: f"SELECT * FROM {empty if query.only_columns else table(query, empty)}",
+            is_stored=is_stored,
+        )  # fmt: skip
+
+    def _store(self, into: str, rows: pa.Table) -> None:
+        self.run(lambda query: f"{into} SELECT * FROM {query.table(rows)}")
+
+    # --- queries ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free everything."""
+        self._worker.shutdown()
+        self._connection.close()
+
+    def run(self, write: Callable[[Query], str]) -> None:
+        with self._query() as query:
+            sql = write(query)
+            self._wait(query, lambda: query.cursor.execute(sql).fetchall())
+
+    def batches(self, write: Callable[[Query], str]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a query."""
+        with self._query() as query:
+            rows = self._reader(query, write(query))
+            while (batch := self._wait(query, lambda: next(rows, None))) is not None:
+                yield batch
+
+    def schema_of(self, write: Callable[[Query], str]) -> pa.Schema:
+        """Return the columns of a query."""
+        with self._query(only_columns=True) as query:
+            return self._reader(query, write(query)).schema
+
+    def _reader(self, query: Query, sql: str) -> Any:
+        return self._wait(query, lambda: query.cursor.sql(sql).to_arrow_reader(_BATCH_ROWS))
+
+    def _wait(self, query: Query, call_duckdb: Callable[[], Any]) -> Any:
+        """Return the result of a call, which an interrupt ends: this thread, which gets interrupts, only waits.
+
+        Python wakes no wait for an interrupt that comes just before it, or to another thread: so waits are short. And
+        DuckDB forgets an interrupt that comes before the query, so it gets one until the worker has nothing to do.
+        """
+        try:
+            call = self._worker.submit(call_duckdb)
+            while not wait([call], _INTERRUPT_S).done:
+                pass
+            return call.result()
+        except KeyboardInterrupt:
+            end = self._worker.submit(int)
+            query.cursor.interrupt()
+            while not wait([end], _INTERRUPT_S).done:
+                query.cursor.interrupt()
+            raise
+
+    @contextmanager
+    def _query(self, *, only_columns: bool = False) -> Iterator[Query]:
+        """Yield a query of its own. Raises the error of a source, or a BkctlError that says why DuckDB failed."""
+        import duckdb
+        import pyarrow as pa
+
+        query = Query(self._connection.cursor(), only_columns=only_columns)
+        try:
+            yield query
+        except (duckdb.Error, pa.ArrowException) as error:
+            if query.error is not None:
+                raise query.error from None
+            own = source_error(error)
+            if own is not None:
+                raise own from None
+            line = str(error).strip().partition("\n")[0]
+            raise BkctlError(f"DuckDB: {line}", hint="run the job on Spark: add --master local[*]") from error
+        finally:
+            query.cursor.close()
 
 
 class LocalReader:
@@ -186,9 +296,9 @@ class _Rows:
         self._is_persisted = False
         self._table: str | None = None
 
-    def sql(self, query: Query | None) -> str:
+    def sql(self, query: Query) -> str:
         """Return the frame as SQL for `query`."""
-        if query is None or not self._is_persisted:
+        if query.only_columns or not self._is_persisted:
             return self._write(query)
         if self._table is None:
             table = f"t{next(_numbers)}"
@@ -203,7 +313,7 @@ class _Rows:
     @cached_property
     def schema(self) -> pa.Schema:
         """Return the columns as an Arrow schema."""
-        return self._session.schema_of(self.sql(None))
+        return self._session.schema_of(self.sql)
 
     @property
     def columns(self) -> list[str]:
@@ -229,10 +339,6 @@ class _Rows:
 
     def collect(self) -> list[Any]:
         return list(self.toLocalIterator())
-
-    def first(self) -> Any:
-        """Return the first row; None without one."""
-        return next(self.toLocalIterator(), None)
 
     def count(self) -> int:
         (batch,) = self._session.batches(lambda query: f"SELECT COUNT(*) FROM ({self.sql(query)})")
@@ -312,7 +418,7 @@ class LocalFrame(_Rows):
             shown += [f"r.{quoted(name)}" for name in other.columns if name not in keys]
         using = ", ".join(map(quoted, keys))
 
-        def write(query: Query | None) -> str:
+        def write(query: Query) -> str:
             sides = f"({self.sql(query)}) l {_HOWS[how]} JOIN ({other.sql(query)}) r"
             return f"SELECT {', '.join(shown)} FROM {sides} USING ({using})"
 
@@ -349,13 +455,3 @@ class Groups:
         shown = ", ".join(column(each).named() for each in (*self._columns, *values))
         keys = ", ".join(map(str, range(1, len(self._columns) + 1)))
         return self._frame._from(f"SELECT {shown} FROM", f"GROUP BY {keys}" if keys else "")
-
-    def sum(self, *names: str) -> LocalFrame:
-        """Return the sums of these columns."""
-        return self.agg(*(LocalFunctions.sum(name).alias(f"sum({name})") for name in names))
-
-
-def empty(schema: pa.Schema) -> str:
-    """Return a query of these columns without rows."""
-    columns = ", ".join(f"CAST(NULL AS {duckdb_type(field.type)}) AS {quoted(field.name)}" for field in schema)
-    return f"SELECT {columns} WHERE FALSE"

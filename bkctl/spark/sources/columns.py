@@ -6,15 +6,14 @@ Names are the same as in the commands' JSON objects. Ids of scopes and ledgers c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.columns import Kind
-from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
+from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import LEDGER_COLUMNS
-from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,34 +26,15 @@ DAMAGE: Final = "damage"
 #: An unsigned number of 64 bits.
 ID_TYPE: Final = "decimal(20,0)"
 TYPES: Final[Mapping[str, str]] = {
-    "ledgerScopeId": ID_TYPE,
-    "ledgerId": ID_TYPE,
-    "ledgerQualifiedName": "string",
-    "entryId": "bigint",
-    "lastAddConfirmed": "bigint",
-    "length": "bigint",
-    "size": "bigint",
+    **dict.fromkeys(("ledgerScopeId", "ledgerId"), ID_TYPE),
+    **dict.fromkeys(("ledgerQualifiedName", "type", "digestType", "digest", "file", "bookieId"), "string"),
+    **dict.fromkeys(("entryId", "lastAddConfirmed", "length", "size", "offset", "location", "recordSize"), "bigint"),
+    **dict.fromkeys(("explicitLac", "entryCount", "lastEntryId"), "bigint"),
+    **dict.fromkeys(("journalId", "logId"), "bigint"),
+    **dict.fromkeys(("journalIdHex", "logIdHex"), "string"),
+    **dict.fromkeys(("scoped", "fenced"), "boolean"),
+    **dict.fromkeys(("payload", "record", "masterKey"), "binary"),
     "formatVersion": "int",
-    "digestType": "string",
-    "digest": "string",
-    "journalId": "bigint",
-    "journalIdHex": "string",
-    "logId": "bigint",
-    "logIdHex": "string",
-    "offset": "bigint",
-    "location": "bigint",
-    "recordSize": "bigint",
-    "type": "string",
-    "file": "string",
-    "scoped": "boolean",
-    "bookieId": "string",
-    "payload": "binary",
-    "record": "binary",
-    "masterKey": "binary",
-    "fenced": "boolean",
-    "explicitLac": "bigint",
-    "entryCount": "bigint",
-    "lastEntryId": "bigint",
     **{column.name: column.spark_type for column in LEDGER_COLUMNS.columns if column.kind is not Kind.LEDGER},
     DAMAGE: "struct<file:string,offset:bigint,reason:string>",
 }
@@ -63,24 +43,6 @@ TYPES: Final[Mapping[str, str]] = {
 def ddl(columns: Iterable[str]) -> str:
     """Return the schema of these columns, as Spark's DDL."""
     return ", ".join(f"`{name}` {TYPES[name]}" for name in columns)
-
-
-def source_schema(options: SourceOptions, default: Sequence[str], on_request: Sequence[str]) -> str:
-    """Return the schema that the options ask for: the columns, and `damage` in mode permissive."""
-    columns = options.columns(default, on_request)
-    return ddl([*columns, DAMAGE] if options.mode() is Mode.PERMISSIVE else columns)
-
-
-def checked_schema(source: str, schema: StructType | pa.Schema, known: Collection[str]) -> pa.Schema:
-    """Return a caller's `schema` for Arrow; the local engine passes the source's own, as an Arrow schema.
-
-    Raises UsageError if it has a column or type that the source does not have.
-    """
-    for field in getattr(schema, "fields", ()):
-        kind = field.dataType.simpleString()
-        if field.name not in known or kind != TYPES[field.name]:
-            raise UsageError(f"{source} has no column {field.name} of type {kind}", hint=f"it has {ddl(known)}")
-    return arrow_schema_of(schema)
 
 
 class LedgerColumns:
@@ -99,7 +61,9 @@ class LedgerColumns:
         if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
             halves[:, 0], halves[:, 1] = scope_ids, ledger_ids
-            values = hex_texts(halves.view(np.uint8).reshape(-1, 16))
+            offsets = np.arange(len(halves) + 1, dtype=np.int32) * np.int32(32)
+            texts = halves.tobytes().hex().encode()
+            values = pa.StringArray.from_buffers(len(halves), pa.py_buffer(offsets), pa.py_buffer(texts))
         else:
             values = pa.array(scope_ids if name == "ledgerScopeId" else ledger_ids).cast(kind)
         return values.take(rows)
@@ -126,17 +90,6 @@ class LedgerColumns:
         data = encoded.dictionary.buffers()[1]
         distinct = np.frombuffer(data, np.uint64, 2 * len(encoded.dictionary)).reshape(-1, 2)
         return encoded.indices, distinct[:, 0], distinct[:, 1]
-
-
-def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
-    """Return each row of bytes (of one width) as lower-case hex digits."""
-    import numpy as np
-    import pyarrow as pa
-
-    count, width = rows.shape
-    offsets = np.arange(count + 1, dtype=np.int32) * np.int32(2 * width)
-    texts = rows.tobytes().hex().encode()
-    return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(texts))
 
 
 def ledger_values(ledger: LedgerId) -> dict[str, Any]:
@@ -169,19 +122,18 @@ def table_of(
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def where_and_why(error: BkctlError, offset: int | None = None) -> tuple[int | None, str]:
-    """Return the offset (the error's own, else `offset`) and the reason of an error, for the column `damage`."""
+def damage_of(error: BkctlError, file: str | None, offset: int | None = None) -> dict[str, Any]:
+    """Return the value of the column `damage`, with the error's own offset, else `offset`."""
     if isinstance(error, CorruptRecord | TruncatedRecord):
         offset = error.offset
-    return offset, str(error)
+    return {"file": file, "offset": offset, "reason": str(error)}
 
 
-def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: str, /, **known: Any) -> pa.RecordBatch:
-    """Return one row with `damage`, `file` and the `known` columns; all other columns are null."""
+def damage_row(schema: pa.Schema, damage: Mapping[str, Any], /, **known: Any) -> pa.RecordBatch:
+    """Return one row with `damage`, its `file` and the `known` columns; all other columns are null."""
     import pyarrow as pa
 
-    values = {**known, "file": file, DAMAGE: {"file": file, "offset": offset, "reason": reason}}
-    return pa.RecordBatch.from_pylist([values], schema=schema)
+    return pa.RecordBatch.from_pylist([{**known, "file": damage["file"], DAMAGE: damage}], schema=schema)
 
 
 # --- schemas in Spark's DDL as Arrow schemas --------------------------------------------------------------------------
@@ -195,13 +147,11 @@ def arrow_schema(ddl: str) -> pa.Schema:
     return pa.schema([(name.strip("`"), arrow_type(kind.strip())) for name, _, kind in pairs])
 
 
-def arrow_schema_of(schema: Any) -> pa.Schema:
+def arrow_schema_of(schema: StructType | pa.Schema) -> pa.Schema:
     """Return a StructType of PySpark as an Arrow schema; an Arrow schema stays as it is."""
     import pyarrow as pa
 
-    if isinstance(schema, pa.Schema):
-        return schema
-    return pa.schema([(field.name, arrow_type(field.dataType.simpleString())) for field in schema.fields])
+    return schema if isinstance(schema, pa.Schema) else pa.schema(list(arrow_type(schema.simpleString())))
 
 
 def arrow_type(text: str) -> pa.DataType:

@@ -113,12 +113,15 @@ class Conditions:
 
     def wanted_ledgers(self) -> list[LedgerId] | None:
         """The ledgers that rows may be of, in order, where they can be counted; None where they cannot."""
-        named = self._named()
+        named, names = self.ledgers, self.values.get("ledgerQualifiedName")
+        if names is not None:
+            ids = {LedgerId.from_value(int(name, 16)) for name in names if _NAME.fullmatch(name)}
+            named = frozenset(ids if named is None else ids & named)
         if named is None:
-            scopes, ids = self.ids_of("ledgerScopeId"), self.ids_of("ledgerId")
-            if scopes is None or ids is None:
+            scopes, numbers = self.ids_of("ledgerScopeId"), self.ids_of("ledgerId")
+            if scopes is None or numbers is None:
                 return None
-            named = frozenset(LedgerId(scope_id, ledger_id) for scope_id in scopes for ledger_id in ids)
+            named = frozenset(LedgerId(scope_id, number) for scope_id in scopes for number in numbers)
         return sorted(filter(self.accepts_ledger, named))
 
     def entry_range(self) -> tuple[int, int]:
@@ -167,13 +170,6 @@ class Conditions:
         if ids is None:
             return None
         return frozenset(each for each in ids if 0 <= each <= U64_MAX and self.accepts(name, each))
-
-    def _named(self) -> frozenset[LedgerId] | None:
-        names = self.values.get("ledgerQualifiedName")
-        if names is None:
-            return self.ledgers
-        found = frozenset(LedgerId.from_value(int(name, 16)) for name in names if _NAME.fullmatch(name))
-        return found if self.ledgers is None else found & self.ledgers
 
 
 def _integer(value: object) -> int | None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,15 +43,11 @@ from bkctl.formats.index import (
 )  # fmt: skip
 from bkctl.formats.names import DATABASE_NAMES, ROCKSDB_NAMES
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.columns import LedgerColumns, damage_row, ledger_values, table_of, where_and_why
+from bkctl.spark.sources.columns import LedgerColumns, damage_of, damage_row, ledger_values, table_of
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of, ids_by_scope, mask_of_ledgers
-from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import bookie_id_at, local_paths, unseen
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
 from bkctl.spark.sources.record_rows import BATCH_ROWS
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
 
 #: Index files of one partition at most.
 _FILES_MAX: Final = 1000
@@ -113,120 +109,14 @@ class DatabaseRange(InputPartition):
         """Return the path of the database `ledgers` or `locations`."""
         return Path(self.directory) / (f"scoped-{name}" if self.scoped else name)
 
-
-def group_files(
-    parts: Iterable[Slots | DatabaseRange], size_bytes: int
-) -> list[InputPartition]:  # fmt: skip
-    """Return `parts` as partitions: files in groups of at most `size_bytes`, behind all others."""
-    found: list[InputPartition] = []
-    group: list[Slots] = []
-    group_size = 0
-    for part in parts:
-        if not isinstance(part, Slots):
-            found.append(part)
-            continue
-        size = HEADER_SIZE + (part.end - part.first) * SLOT_SIZE
-        if group and (group_size + size > size_bytes or len(group) >= _FILES_MAX):
-            found.append(IndexFileGroup(group))
-            group, group_size = [], 0
-        group.append(part)
-        group_size += size
-    return [*found, IndexFileGroup(group)] if group else found
-
-
-class IndexPlanner:
-    """Finds the index files and databases at paths, and cuts them into parts of at most `size_bytes`.
-
-    Without `cuts_files` each index file is one part, whatever its size.
-    """
-
-    def __init__(self, conditions: Conditions, size_bytes: int, *, cuts_files: bool) -> None:
-        self._conditions, self._size_bytes, self._cuts_files = conditions, size_bytes, cuts_files
-        self._planned: set[Path] = set()
-        self._bookie_id_at = cache(bookie_id_at)
-
-    def parts(self, paths: Iterable[str]) -> Iterator[Slots | DatabaseRange]:
-        """Yield the parts at files, directories and patterns, each file and database once."""
-        for text in paths:
-            for path, exact in local_paths(text):
-                if path.is_dir():
-                    yield from self._directory(path)
-                elif exact or path.name.endswith((".idx", f".idx{RELOCATION_SUFFIX}")):
-                    yield from self._named_file(path)
-
-    def _directory(self, path: Path) -> Iterator[Slots | DatabaseRange]:
-        if path.name in ROCKSDB_NAMES and (path / "CURRENT").is_file():
-            yield from self._database(path.parent, path.name.startswith("scoped-"))
-            return
-        directories = BookieDirectories.at(path).of_a_bookie()
-        with BookieIndexes(directories) as indexes:
-            for file in indexes.files():
-                assert isinstance(file.id, LedgerId)
-                yield from self._file(file.path, file.id, file.size)
-        for file in directories.rocksdbs():
-            if file.path.name in DATABASE_NAMES:
-                yield from self._database(file.path.parent, file.scoped)
-
-    def _named_file(self, path: Path) -> Iterator[Slots]:
-        with FileReader(path) as reader:
-            size = reader.size()
-        ledger = ledger_of_index_path(str(path.absolute()).removesuffix(RELOCATION_SUFFIX))
-        if ledger is None:
-            raise UsageError(
-                f"{path} does not name its ledger", hint="the path of an index file contains its ledger's id"
-            )
-        yield from self._file(path, ledger, size)
-
-    def _file(self, path: Path, ledger: LedgerId, size: int) -> Iterator[Slots]:
-        """Yield the parts of one file; only a file of more than one part is opened, and no slot is read."""
-        if self._is_planned(path):
-            return
-        bookie_id = next((found for home in list(path.parents)[2:5] if (found := self._bookie_id_at(home))), None)
-        if not (self._conditions.accepts_ledger(ledger) and self._accepts(path, bookie_id)):
-            return
-        count = max(0, size - HEADER_SIZE) // SLOT_SIZE
-        if not self._cuts_files or size - HEADER_SIZE <= self._size_bytes:
-            yield Slots(str(path), ledger, bookie_id, 0, count, size)
-            return
-        starts: list[int] = []
-        # The task that reads the file reports its damage.
-        with suppress(BkctlError), LedgerIndexReader.open(path) as reader:
-            starts = list(_part_starts(reader.data(HEADER_SIZE), max(1, self._size_bytes // SLOT_SIZE)))
-        for first, end in pairwise([0, *starts, count]):
-            yield Slots(str(path), ledger, bookie_id, first, end, size)
-
-    def _database(self, directory: Path, scoped: bool) -> Iterator[DatabaseRange]:
-        bookie_id = self._bookie_id_at(directory)
-        locations = DatabaseRange(str(directory), scoped, bookie_id).path("locations")
-        if self._is_planned(locations) or not self._accepts(locations, bookie_id):
-            return
-        borders: list[bytes] = []
-        if not self._conditions.about_ledgers:
-            # The task that reads the database reports its damage.
-            with suppress(BkctlError), LocationsDatabase.open(locations, scoped=scoped) as database:
-                borders = list(self._key_borders(database.tables(), ledger_size=16 if scoped else 8))
-        for first, end in pairwise([None, *borders, None]):
-            yield DatabaseRange(str(directory), scoped, bookie_id, first, end)
-
-    def _key_borders(self, tables: Iterable[tuple[bytes, int]], ledger_size: int) -> Iterator[bytes]:
-        """Yield keys between parts of about `size_bytes`, from the first keys of tables; of ledgers if none is cut."""
-        count, last = 0, b""
-        for key, item_count in tables:
-            border = key if self._cuts_files else key[:ledger_size]
-            if count * SLOT_SIZE >= self._size_bytes and border > last:
-                yield border
-                count, last = 0, border
-            count += item_count
-
-    def _is_planned(self, path: Path) -> bool:
-        resolved = path.resolve()
-        if resolved in self._planned:
-            return True
-        self._planned.add(resolved)
-        return False
-
-    def _accepts(self, path: Path, bookie_id: str | None) -> bool:
-        return self._conditions.accepts("file", str(path)) and self._conditions.accepts("bookieId", bookie_id)
+    @contextmanager
+    def reader(self, conditions: Conditions) -> Iterator[DatabaseReader]:
+        """Yield a reader of the entries and ledgers that meet the conditions."""
+        with (
+            LedgersDatabase.open(self.path("ledgers"), scoped=self.scoped) as ledgers,
+            LocationsDatabase.open(self.path("locations"), scoped=self.scoped) as locations,
+        ):
+            yield DatabaseReader(self, ledgers, locations, conditions)
 
 
 def _part_starts(extents: Iterable[tuple[int, int]], step: int) -> Iterator[int]:
@@ -246,48 +136,40 @@ def _part_starts(extents: Iterable[tuple[int, int]], step: int) -> Iterator[int]
 
 
 class IndexedEntries(NamedTuple):
-    """Columns of entries in an index: scope ids, ledger ids, entry ids and locations of one length."""
+    """Columns of entries in indexes, of one length: ids, locations, and the number of each entry's file."""
 
     scope_ids: npt.NDArray[np.uint64]
     ledger_ids: npt.NDArray[np.uint64]
     entry_ids: npt.NDArray[np.int64]
     locations: npt.NDArray[np.int64]
+    files: npt.NDArray[np.int64]
 
     @classmethod
-    def of_page(cls, ledger: LedgerId, first: int, page: array[int]) -> IndexedEntries:
+    def of_page(cls, ledger: LedgerId, first: int, page: array[int], file: int = 0) -> IndexedEntries:
         """Return the entries of a page of an index file, whose first slot is of entry `first`."""
         locations = np.frombuffer(page, np.int64)
         filled = np.flatnonzero(locations)
         scope_ids, ledger_ids = (np.full(len(filled), number, np.uint64) for number in ledger)
-        return cls(scope_ids, ledger_ids, filled + first, locations[filled])
+        return cls(scope_ids, ledger_ids, filled + first, locations[filled], np.full(len(filled), file))
 
     @classmethod
     def joined(cls, parts: Iterable[IndexedEntries]) -> IndexedEntries:
         """Return the entries of all `parts`, of which there must be one."""
         return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
-    def select(self, mask: npt.NDArray[np.bool_]) -> IndexedEntries:
-        """Return the entries where `mask` is true."""
-        scope_ids, ledger_ids, entry_ids, locations = self
-        return IndexedEntries(scope_ids[mask], ledger_ids[mask], entry_ids[mask], locations[mask])
+    def select(self, wanted: npt.NDArray[Any]) -> IndexedEntries:
+        """Return the entries of a mask, or of indices."""
+        return IndexedEntries(*(column[wanted] for column in self))
 
 
 def entry_rows(
-    schema: pa.Schema,
-    entries: IndexedEntries,
-    conditions: Conditions,
-    constants: Mapping[str, Any],
-    files: npt.NDArray[np.int64] | None = None,
+    schema: pa.Schema, entries: IndexedEntries, conditions: Conditions, files: Sequence[Mapping[str, Any]]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of the entries that meet the `conditions`, if any.
-
-    `constants` are columns of the whole file; with `files`, the number of each entry's file, lists of a value a file.
-    """
+    """Yield the rows of the entries that meet the `conditions`, if any; `files` are the columns of each file."""
     log_ids = entries.locations >> 32 & 0xFFFFFFFF
     wanted = all_of((conditions.mask("entryId", entries.entry_ids), conditions.mask("logId", log_ids)))
     if wanted is not None:
         entries, log_ids = entries.select(wanted), log_ids[wanted]
-        files = None if files is None else files[wanted]
     count = len(entries.entry_ids)
     if not count:
         return
@@ -302,10 +184,11 @@ def entry_rows(
     if "logIdHex" in schema.names:
         logs = columns["logId"].dictionary_encode()
         columns["logIdHex"] = pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices)
-    if files is not None:
-        of_files = [field for field in schema if field.name in constants]
-        columns |= {each.name: pa.array(constants[each.name], each.type).take(pa.array(files)) for each in of_files}
-    yield from table_of(schema, columns, count, constants).to_batches()
+    for name in _OF_FILE:
+        if name in schema.names:
+            values = pa.array([file[name] for file in files], schema.field(name).type)
+            columns[name] = values.take(pa.array(entries.files))
+    yield from table_of(schema, columns, count).to_batches()
 
 
 def ledger_row(
@@ -401,7 +284,7 @@ def _entries_of(items: Sequence[tuple[bytes, bytes]], part: DatabaseRange) -> In
     locations = np.frombuffer(b"".join(values), ">i8").astype(np.int64)
     ledger_ids = np.ascontiguousarray(table[:, -2])
     scope_ids = np.ascontiguousarray(table[:, 0]) if part.scoped else np.zeros(len(keys), np.uint64)
-    return IndexedEntries(scope_ids, ledger_ids, entry_ids, locations)
+    return IndexedEntries(scope_ids, ledger_ids, entry_ids, locations, np.zeros(len(keys), np.int64))
 
 
 def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: DatabaseRange) -> None:
@@ -416,33 +299,108 @@ def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: DatabaseRange) ->
 # --- the source -------------------------------------------------------------------------------------------------------
 
 
-class IndexReader(QueryReader):
-    """Plans and reads indexes."""
+class IndexSource(TableSource):
+    """The data source; see the module."""
 
     source = "bookkeeper.index"
-    options = (*QUERY_OPTIONS, "rows", "maxPartitionBytes")
+    known = (*QUERY_OPTIONS, "rows", "maxPartitionBytes")
     texts = ("file", "bookieId")
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._paths = options.paths()
-        self._rows = options.choice("rows", IndexRowKind.ENTRIES)
-        self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
-        self.integers = ("entryId", "logId") if self._rows is IndexRowKind.ENTRIES else ()
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self._rows = self.checked.choice("rows", IndexRowKind.ENTRIES)
+        self._size_bytes = self.checked.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
+        self.columns, self.on_request = _COLUMNS[self._rows]
+        self._cuts_files = self._rows is IndexRowKind.ENTRIES
+        self.integers = ("entryId", "logId") if self._cuts_files else ()
         self.never_null = (*LEDGER_COLUMNS, "file", "scoped", *self.integers)
 
-    @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        return _COLUMNS[options.choice("rows", IndexRowKind.ENTRIES)]
+    # --- planning -----------------------------------------------------------------------------------------------
 
     def partitions(self) -> list[InputPartition]:
-        """Return files in groups, large files in parts, and databases by their ledgers.
+        """Return databases by their ledgers, large files in parts, and files in groups; each file and database once.
 
         Raises NotFound for a path that matches nothing and for a directory without files of a bookie.
         """
-        cuts_files = self._rows is IndexRowKind.ENTRIES
-        planner = IndexPlanner(self._conditions, self._size_bytes, cuts_files=cuts_files)
-        return group_files(planner.parts(self._paths), self._size_bytes)
+        planned: set[Path] = set()
+        bookie_at = cache(bookie_id_at)
+        found: list[InputPartition] = []
+        group: list[Slots] = []
+        group_size = 0
+        for path, ledger, size in self._places():
+            if (resolved := path.resolve()) in planned:
+                continue
+            planned.add(resolved)
+            homes = [path.parent] if ledger is None else list(path.parents)[2:5]
+            bookie_id = next((owner for home in homes if (owner := bookie_at(home))), None)
+            if not (self._conditions.accepts("file", str(path)) and self._conditions.accepts("bookieId", bookie_id)):
+                continue
+            if ledger is None:
+                found += self._ranges(path, bookie_id)
+                continue
+            for part in self._slots(path, ledger, size, bookie_id) if self._conditions.accepts_ledger(ledger) else ():
+                part_size = HEADER_SIZE + (part.end - part.first) * SLOT_SIZE
+                if group and (group_size + part_size > self._size_bytes or len(group) >= _FILES_MAX):
+                    found.append(IndexFileGroup(group))
+                    group, group_size = [], 0
+                group.append(part)
+                group_size += part_size
+        return [*found, IndexFileGroup(group)] if group else found
+
+    def _places(self) -> Iterator[tuple[Path, LedgerId | None, int]]:
+        """Yield index files with their ledgers and sizes, and databases of locations, at the paths."""
+        for path, exact in chain.from_iterable(map(local_paths, self.checked.paths())):
+            if path.is_dir() and path.name in ROCKSDB_NAMES and (path / "CURRENT").is_file():
+                yield _locations_beside(path), None, 0
+            elif path.is_dir():
+                directories = BookieDirectories.at(path).of_a_bookie()
+                with BookieIndexes(directories) as indexes:
+                    for file in indexes.files():
+                        assert isinstance(file.id, LedgerId)
+                        yield file.path, file.id, file.size
+                for file in directories.rocksdbs():
+                    if file.path.name in DATABASE_NAMES:
+                        yield _locations_beside(file.path), None, 0
+            elif exact or path.name.endswith((".idx", f".idx{RELOCATION_SUFFIX}")):
+                with FileReader(path) as reader:
+                    size = reader.size()
+                ledger = ledger_of_index_path(str(path.absolute()).removesuffix(RELOCATION_SUFFIX))
+                if ledger is None:
+                    problem = f"{path} does not name its ledger"
+                    raise UsageError(problem, hint="the path of an index file contains its ledger's id")
+                yield path, ledger, size
+
+    def _slots(self, path: Path, ledger: LedgerId, size: int, bookie_id: str | None) -> Iterator[Slots]:
+        """Yield the parts of one file; only a file of more than one part is opened, and no slot is read."""
+        count = max(0, size - HEADER_SIZE) // SLOT_SIZE
+        starts: list[int] = []
+        if self._cuts_files and size - HEADER_SIZE > self._size_bytes:
+            # The task that reads the file reports its damage.
+            with suppress(BkctlError), LedgerIndexReader.open(path) as reader:
+                starts = list(_part_starts(reader.data(HEADER_SIZE), max(1, self._size_bytes // SLOT_SIZE)))
+        for first, end in pairwise([0, *starts, count]):
+            yield Slots(str(path), ledger, bookie_id, first, end, size)
+
+    def _ranges(self, locations: Path, bookie_id: str | None) -> Iterator[DatabaseRange]:
+        """Yield the parts of one database, between first keys of its tables, about `maxPartitionBytes` apart."""
+        scoped = locations.name.startswith("scoped-")
+        borders: list[bytes] = []
+        if not self._conditions.about_ledgers:
+            # The task that reads the database reports its damage.
+            with suppress(BkctlError), LocationsDatabase.open(locations, scoped=scoped) as database:
+                # Rows of ledgers need each ledger as a whole.
+                key_size = None if self._cuts_files else 16 if scoped else 8
+                count, last = 0, b""
+                for key, item_count in database.tables():
+                    border = key[:key_size]
+                    if count * SLOT_SIZE >= self._size_bytes and border > last:
+                        borders.append(border)
+                        count, last = 0, border
+                    count += item_count
+        for first, end in pairwise([None, *borders, None]):
+            yield DatabaseRange(str(locations.parent), scoped, bookie_id, first, end)
+
+    # --- reading ------------------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one partition; in mode permissive a row for each damaged file or database.
@@ -450,28 +408,39 @@ class IndexReader(QueryReader):
         Raises Conflict if a file is shorter than planned, NotFound if it was deleted.
         """
         if isinstance(partition, IndexFileGroup):
-            gathered = _GatheredFiles()
-            for slots in partition.slots:
-                yield from self._permitting(slots.path, slots.bookie_id, self._read_file(slots, gathered))
-            yield from self._rows_of(gathered)
+            slots = partition.slots
+            files = [_of_file(each.path, each.ledger.is_scoped, each.bookie_id) for each in slots]
+            #: Entries of several files: a batch for each of many small files would cost more than its rows.
+            gathered: list[IndexedEntries] = []
+            count = 0
+            for at, each in enumerate(slots):
+                rows = self._read_file(each, files[at])
+                for found in self._permitting(files[at], rows):
+                    if isinstance(found, pa.RecordBatch):
+                        yield found
+                        continue
+                    gathered.append(found._replace(files=found.files + at))
+                    count += len(found.entry_ids)
+                    if count >= _ROWS_GATHERED:
+                        yield from entry_rows(self._schema, IndexedEntries.joined(gathered), self._conditions, files)
+                        gathered, count = [], 0
+            if gathered:
+                yield from entry_rows(self._schema, IndexedEntries.joined(gathered), self._conditions, files)
         elif isinstance(partition, DatabaseRange):
-            path = str(partition.path("locations"))
-            yield from self._permitting(path, partition.bookie_id, self._read_databases(partition))
+            of_file = _of_file(str(partition.path("locations")), partition.scoped, partition.bookie_id)
+            yield from self._permitting(of_file, self._read_databases(partition, of_file))
 
-    def _permitting(
-        self, path: str, bookie_id: str | None, rows: Iterator[pa.RecordBatch]
-    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+    def _permitting(self, of_file: Mapping[str, Any], rows: Iterator[Any]) -> Iterator[Any]:
         try:
             yield from rows
         except UsageError:
             raise
         except BkctlError as error:
             self._mode.check(error)
-            yield damage_row(self._schema, path, *where_and_why(error), bookieId=bookie_id)
+            yield damage_row(self._schema, damage_of(error, of_file["file"]), bookieId=of_file["bookieId"])
 
-    def _read_file(self, slots: Slots, gathered: _GatheredFiles) -> Iterator[pa.RecordBatch]:
-        """Add the file's entries to `gathered`, and yield the rows of all of them when they are many."""
-        constants = {"file": slots.path, "scoped": slots.ledger.is_scoped, "bookieId": slots.bookie_id}
+    def _read_file(self, slots: Slots, of_file: Mapping[str, Any]) -> Iterator[IndexedEntries | pa.RecordBatch]:
+        """Yield the file's entries, or the row of its ledger."""
         try:
             reader = LedgerIndexReader.open(slots.path)
         except NotFound as error:
@@ -482,68 +451,32 @@ class IndexReader(QueryReader):
             if self._rows is IndexRowKind.LEDGERS:
                 count = sum(len(page) - page.count(0) for _, page in reader.pages())
                 row = ledger_row(slots.ledger, reader.header, count, reader.last_entry_id)
-                yield pa.RecordBatch.from_pylist([{**constants, **row}], schema=self._schema)
+                yield pa.RecordBatch.from_pylist([{**of_file, **row}], schema=self._schema)
             else:
                 for entry_id, page in reader.pages(max(first, slots.first), min(last + 1, slots.end)):
-                    gathered.add(slots, IndexedEntries.of_page(slots.ledger, entry_id, page))
-                    if gathered.count >= _ROWS_GATHERED:
-                        yield from self._rows_of(gathered)
+                    yield IndexedEntries.of_page(slots.ledger, entry_id, page)
             if reader.size() < slots.size_bytes:
                 raise Conflict(
                     f"{slots.path} was {slots.size_bytes} bytes long when the plan was made, now it has "
                     f"{reader.size()}", hint="run again",
                 )  # fmt: skip
 
-    def _rows_of(self, gathered: _GatheredFiles) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the gathered entries, and forget them."""
-        if gathered.count:
-            entries, files, constants = gathered.take()
-            yield from entry_rows(self._schema, entries, self._conditions, constants, files)
-
-    def _read_databases(self, part: DatabaseRange) -> Iterator[pa.RecordBatch]:
+    def _read_databases(self, part: DatabaseRange, of_file: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
         path = part.path("locations")
         if not path.parent.is_dir():
             raise unseen(path)
-        constants = {"file": str(path), "scoped": part.scoped, "bookieId": part.bookie_id}
-        schema = self._schema
-        with (
-            LedgersDatabase.open(part.path("ledgers"), scoped=part.scoped) as ledgers,
-            LocationsDatabase.open(path, scoped=part.scoped) as locations,
-        ):
-            reader = DatabaseReader(part, ledgers, locations, self._conditions)
+        with part.reader(self._conditions) as reader:
             if self._rows is IndexRowKind.LEDGERS:
                 for rows in reader.ledgers():
-                    yield pa.RecordBatch.from_pylist([{**constants, **row} for row in rows], schema=schema)
+                    yield pa.RecordBatch.from_pylist([{**of_file, **row} for row in rows], schema=self._schema)
             else:
                 for entries in reader.entries():
-                    yield from entry_rows(schema, entries, self._conditions, constants)
+                    yield from entry_rows(self._schema, entries, self._conditions, [of_file])
 
 
-class IndexSource(TableSource):
-    """The data source; see the module."""
-
-    reads = IndexReader
+def _of_file(path: str, scoped: bool, bookie_id: str | None) -> dict[str, Any]:
+    return dict(zip(_OF_FILE, (path, scoped, bookie_id), strict=True))
 
 
-class _GatheredFiles:
-    """Entries of several index files: a batch for each of many small files would cost more than its rows."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._parts: list[tuple[Slots, IndexedEntries]] = []
-
-    def add(self, slots: Slots, entries: IndexedEntries) -> None:
-        if len(entries.entry_ids):
-            self._parts.append((slots, entries))
-            self.count += len(entries.entry_ids)
-
-    def take(self) -> tuple[IndexedEntries, npt.NDArray[np.int64], dict[str, list[Any]]]:
-        """Return the entries, the number of the part of each, and columns of the parts; there must be entries."""
-        parts, self._parts, self.count = self._parts, [], 0
-        files = np.repeat(np.arange(len(parts)), [len(entries.entry_ids) for _, entries in parts])
-        constants: dict[str, list[Any]] = {
-            "file": [slots.path for slots, _ in parts],
-            "scoped": [slots.ledger.is_scoped for slots, _ in parts],
-            "bookieId": [slots.bookie_id for slots, _ in parts],
-        }
-        return IndexedEntries.joined(entries for _, entries in parts), files, constants
+def _locations_beside(database: Path) -> Path:
+    return database.with_name("scoped-locations" if database.name.startswith("scoped-") else "locations")

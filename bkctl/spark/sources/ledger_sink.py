@@ -14,7 +14,8 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from dataclasses import dataclass
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,8 +29,8 @@ from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.spark.sources.cluster_options import Client
-from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
+from bkctl.spark.sources.ledgers import NAME, LedgerSource
+from bkctl.spark.sources.options import Client
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -41,11 +42,16 @@ _LOW_BITS: Final = 32
 _ID_ATTEMPTS_MAX: Final = 20
 
 
+@dataclass(frozen=True)
 class LedgerWritten(WriterCommitMessage):
-    """The ledger that a task wrote, as an unsigned 128-bit number; None for a partition without rows."""
+    """The ledger that a task wrote, as an unsigned 128-bit number; None for a partition without rows.
 
-    def __init__(self, partition: int, ledger: int | None) -> None:
-        self.partition, self.ledger = partition, ledger
+    `query`: the streaming query that it belongs to.
+    """
+
+    partition: int
+    ledger: int | None
+    query: str | None = None
 
 
 class LedgerWriter(DataSourceArrowWriter):
@@ -57,17 +63,21 @@ class LedgerWriter(DataSourceArrowWriter):
     `ledgerPasswordEnv`. A `batch` of a stream has ids and a mark of its own, which every attempt at it shares.
     """
 
-    def __init__(
-        self, settings: LedgerQuerySettings, schema: StructType, overwrite: bool, *, batch: int | None = None
-    ) -> None:
-        self._settings, options = settings, settings.options
+    def __init__(self, source: LedgerSource, schema: StructType, overwrite: bool, *, batch: int | None = None) -> None:
+        self._source, options = source, source.checked
         job = uuid.uuid4()
         high, low = LedgerId.from_value(job.int)
-        self._scope_id = high if settings.scope_id is None else settings.scope_id
+        self._scope_id = high if source.scope_id is None else source.scope_id
         #: The first id of this write in scopes other than 0.
         self._first_id = low >> _LOW_BITS << _LOW_BITS if batch is None else batch + 1 << _LOW_BITS
         self._mark = job.hex if batch is None else f"batch-{batch}"
-        self._column = _payload_column(schema)
+        types = {field.name: field.dataType for field in schema.fields}
+        if PAYLOAD not in types:
+            problem = f"{NAME}: the rows have no column {PAYLOAD}"
+            raise UsageError(problem, hint=f"rename the one to write to {PAYLOAD}")
+        if types[PAYLOAD].typeName() not in ("binary", "string"):
+            raise UsageError(f"{NAME}: column {PAYLOAD} is {types[PAYLOAD].simpleString()}, not binary or string")
+        self._column = [*types].index(PAYLOAD)
         self._shape = {
             "ensemble_size": options.integer("ensembleSize", 3, 1),
             "write_quorum_size": options.integer("writeQuorumSize", 2, 1),
@@ -84,7 +94,7 @@ class LedgerWriter(DataSourceArrowWriter):
         #: The generator of ids in scope 0 before this write.
         self._generator_state: tuple[int, ...] = ()
         if self._scope_id == 0:
-            with settings.cluster.open() as cluster:
+            with source.cluster.open() as cluster:
                 self._generator_state = cluster.ledgers.generator_state()
 
     # --- in the tasks -------------------------------------------------------------------------------------------
@@ -99,11 +109,15 @@ class LedgerWriter(DataSourceArrowWriter):
         first = next(filled, None)
         if first is None:
             return LedgerWritten(partition, None)
-        with Client(self._settings.cluster) as client:
+        with Client(self._source.cluster) as client:
             handle = client.run(self._create(client))
             try:
-                for batch in (batch for batches in ((first,), filled) for batch in batches):
-                    client.run(_add(handle, self._payloads(batch)))
+                for batch in chain((first,), filled):
+                    column = batch.column(self._column)
+                    if missing := column.null_count:
+                        problem = f"{missing} rows have no {PAYLOAD}; an entry may be empty, but not null"
+                        raise UsageError(f"{NAME}: {problem}")
+                    client.run(_add(handle, column.cast(pa.large_binary()).to_pylist()))
                 client.run(handle.close())
             except BaseException:
                 with contextlib.suppress(BkctlError):  # The first error counts; `abort` deletes the ledger too.
@@ -116,8 +130,8 @@ class LedgerWriter(DataSourceArrowWriter):
         return {
             **self._shape,
             "digest_type": self._digest_type,
-            "password": self._settings.options.secret("ledgerPassword") or b"",
-            "custom_metadata": {**self._settings.custom_metadata, JOB_KEY: mark.encode()},
+            "password": self._source.checked.secret("ledgerPassword") or b"",
+            "custom_metadata": {**self._source.custom_metadata, JOB_KEY: mark.encode()},
         }
 
     async def _create(self, client: Client) -> WriteHandle:
@@ -129,13 +143,6 @@ class LedgerWriter(DataSourceArrowWriter):
             with contextlib.suppress(LedgerExists):
                 return await client.bookkeeper.create_ledger_adv(ledger_id, ledger_scope_id=self._scope_id, **settings)
         raise LedgerExists(f"{_ID_ATTEMPTS_MAX} generated ledger ids exist already in scope {self._scope_id}")
-
-    def _payloads(self, batch: pa.RecordBatch) -> list[bytes]:
-        column = batch.column(self._column)
-        if column.null_count:
-            raise UsageError(f"{NAME}: {column.null_count} rows have no {PAYLOAD}; an entry may be empty, but not null")
-        payloads: list[bytes] = column.cast(pa.large_binary()).to_pylist()
-        return payloads
 
     # --- on the driver ------------------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class LedgerWriter(DataSourceArrowWriter):
 
     def delete_others(self, keep: frozenset[LedgerId]) -> None:
         """Delete the ledgers of this write that are not in `keep`. Raises the errors of the metadata store."""
-        with self._settings.cluster.open() as cluster:
+        with self._source.cluster.open() as cluster:
             others = (each for each in self._candidates(cluster) if each not in keep)
             mark = self._mark.encode()
             for ledger, found in cluster.ledgers.read_many(others):
@@ -190,12 +197,3 @@ async def _add(handle: WriteHandle, payloads: Iterable[bytes]) -> None:
         await handle.ready()
         handle.add(payload)
     await handle.flush()  # Nothing moves until the next batch is there.
-
-
-def _payload_column(schema: StructType) -> int:
-    for at, field in enumerate(schema.fields):
-        if field.name == PAYLOAD:
-            if field.dataType.typeName() not in ("binary", "string"):
-                raise UsageError(f"{NAME}: column {PAYLOAD} is {field.dataType.simpleString()}, not binary or string")
-            return at
-    raise UsageError(f"{NAME}: the rows have no column {PAYLOAD}", hint=f"rename the one to write to {PAYLOAD}")

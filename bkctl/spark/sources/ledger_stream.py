@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -27,22 +27,15 @@ from pyspark.sql.streaming.datasource import (
 
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.cluster_options import Client
-from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.ledgers import (
     NAME,
     EntryRange,
     Extent,
     LedgerEntries,
-    LedgerEntryReader,
-    LedgerQuerySettings,
+    LedgerSource,
     cut,
-    extents,
 )
-from bkctl.spark.sources.options import SourceOptions
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+from bkctl.spark.sources.options import Client
 
 #: Ledgers in an offset, which Spark saves at each batch.
 LEDGERS_MAX: Final = 100_000
@@ -103,10 +96,9 @@ def _is_name(name: object) -> bool:
 
 def latest_offsets(options: Mapping[str, str]) -> str:
     """Return the current ends of the ledgers in a query with `options`, for `startingOffsets` of a new stream."""
-    checked = SourceOptions(NAME, options, tuple(options))
-    settings = LedgerQuerySettings(checked)
-    with Client(settings.cluster) as client:
-        seen = _Look(settings).look(client, Offset({}, {}))
+    source = LedgerSource(dict(options))
+    with Client(source.cluster) as client:
+        seen = _Look(source).look(client, Offset({}, {}))
     ends = {name: each.next_entry_id for name, each in seen.items()}
     closed = {name for name, each in seen.items() if each.closed}
     offset = Offset({name: ends[name] for name in ends.keys() - closed}, {name: ends[name] for name in closed})
@@ -116,8 +108,8 @@ def latest_offsets(options: Mapping[str, str]) -> str:
 class _Look:
     """Determines the extents of the ledgers of a query."""
 
-    def __init__(self, settings: LedgerQuerySettings) -> None:
-        self._settings = settings
+    def __init__(self, source: LedgerSource) -> None:
+        self._source = source
         #: Ledgers outside the query, and closed ones without entries.
         self._passed_over: set[LedgerId] = set()
         #: All ledgers of the last look, in order.
@@ -145,12 +137,12 @@ class _Look:
         self._listed = []
 
         def asked() -> Iterator[LedgerId]:
-            for ledger in self._settings.listed(client, Conditions.of(self._settings.options)):
+            for ledger in self._source.listed(client):
                 self._listed.append(ledger)
                 if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
                     yield ledger
 
-        for ledger, extent in extents(client, self._settings, asked(), needed=self._settings.are_needed):
+        for ledger, extent in self._source.extents(client, asked()):
             if isinstance(extent, BkctlError):
                 raise extent
             if extent is None or (extent.closed and not extent.next_entry_id):
@@ -167,14 +159,13 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     `maxEntriesPerTrigger` and `maxBytesPerTrigger` (about).
     """
 
-    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
-        self._settings, options = settings, settings.options
-        self._entries = LedgerEntryReader(settings, schema)
+    def __init__(self, source: LedgerSource) -> None:
+        self._source, options = source, source.checked
         self._entries_max = options.integer("maxEntriesPerTrigger", 0, 1) or None
         given = options.text("maxBytesPerTrigger")
         self._bytes_max = None if given is None else options.size_bytes("maxBytesPerTrigger", 1)
         self._start = _starting_offset(options.text("startingOffsets") or EARLIEST)
-        self._look = _Look(settings)
+        self._look = _Look(source)
         self._client: Client | None = None
         self._target: dict[str, Extent] | None = None
         self._seen: Offset | None = None
@@ -202,7 +193,15 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         known = Offset.read(start)
         extents = self._target if self._target is not None else self._look.look(self._connected(), known)
         extents = {name: extent for name, extent in extents.items() if not known.is_done(name)}
-        self._check_deleted(known, extents)
+        gone = sorted(known.open.keys() - extents.keys())
+        if gone and self._source.fail_on_data_loss:
+            ledger = LedgerId.from_value(int(gone[0], 16))
+            more = f", and {len(gone) - 1} more ledgers," if len(gone) > 1 else ""
+            raise LedgerNotFound(
+                f"Ledger {ledger}{more} was deleted before it was read to its end; the next entry was "
+                f"{known.open[gone[0]]}",
+                hint="set failOnDataLoss to false to skip it",
+            )
         at = known.open
         waiting = {name: each.next_entry_id - at.get(name, 0) for name, each in extents.items()}
         sizes = {name: each.entry_size for name, each in extents.items()}
@@ -235,12 +234,11 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             (EntryRange(int(name, 16), at.get(name, 0), next_id - 1), 0)
             for name, next_id in sorted(Offset.read(end).next_entry_ids.items())
         )
-        return [LedgerEntries(ranges) for ranges in cut(spans, 1 << 62, self._settings.entries_per_partition)]
+        return [LedgerEntries(ranges) for ranges in cut(spans, 1 << 62, self._source.entries_per_partition)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the planned rows of a partition. Raises the error of an entry that cannot be read."""
-        assert isinstance(partition, LedgerEntries)
-        return self._entries.read(partition)
+        return self._source.read(partition)
 
     def stop(self) -> None:
         """Close the connections."""
@@ -250,19 +248,8 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _connected(self) -> Client:
         if self._client is None:
-            self._client = Client(self._settings.cluster)
+            self._client = Client(self._source.cluster)
         return self._client
-
-    def _check_deleted(self, known: Offset, extents: Mapping[str, Extent]) -> None:
-        gone = sorted(known.open.keys() - extents.keys())
-        if gone and self._settings.fail_on_data_loss:
-            ledger = LedgerId.from_value(int(gone[0], 16))
-            more = f", and {len(gone) - 1} more ledgers," if len(gone) > 1 else ""
-            raise LedgerNotFound(
-                f"Ledger {ledger}{more} was deleted before it was read to its end; the next entry was "
-                f"{known.open[gone[0]]}",
-                hint="set failOnDataLoss to false to skip it",
-            )
 
     def _limits(self, limit: ReadLimit) -> tuple[int | None, int | None]:
         """Return the maximum entries and bytes of a batch; None: no limit."""

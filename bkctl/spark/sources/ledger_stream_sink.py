@@ -13,6 +13,7 @@ A ledger without a record that names it may be deleted at any time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -23,10 +24,9 @@ from bkctl.errors import Conflict, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.sources.cluster_options import Client
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten, ledgers_of
-from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.ledgers import NAME, LedgerSource
+from bkctl.spark.sources.options import Client
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -41,36 +41,28 @@ _RECORD_MARK: Final = "record-of-"
 _COUNT_KEY: Final = "bkctl-write-count"
 
 
-class BatchWritten(LedgerWritten):
-    """The ledger that a task wrote, and the streaming query that it belongs to."""
-
-    def __init__(self, written: LedgerWritten, query: str) -> None:
-        super().__init__(written.partition, written.ledger)
-        self.query = query
-
-
 class LedgerStreamWriter(DataSourceStreamArrowWriter):
     """The sink of one micro-batch; Spark creates one for the tasks, and another one for `commit` or `abort`.
 
     Options: as LedgerWriter has, without `names`; `ledgerScopeId` (not 0) is needed.
     """
 
-    def __init__(self, settings: LedgerQuerySettings, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, source: LedgerSource, schema: StructType, overwrite: bool) -> None:
         if overwrite:
             raise UsageError(f"{NAME} has no output mode complete", hint="use append or update")
-        if not settings.scope_id:
+        if not source.scope_id:
             raise UsageError(
                 f"{NAME}: a stream needs a ledger scope of its own", hint="set ledgerScopeId to a scope other than 0"
             )
-        if settings.options.text("names") is not None:
+        if source.checked.text("names") is not None:
             raise UsageError(
                 f"{NAME}: a stream has no option names", hint="ledger_stream_sink.committed_ledgers lists its ledgers"
             )
-        self._settings, self._schema = settings, schema
-        self._scope_id = settings.scope_id
+        self._source, self._schema = source, schema
+        self._scope_id = source.scope_id
         self._writer(0)  # Checks the options.
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> BatchWritten:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> LedgerWritten:
         """Write the rows of one partition to a new ledger of the batch and close it."""
         from pyspark import TaskContext
 
@@ -79,7 +71,7 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
         query = None if context is None else context.getLocalProperty(_QUERY_PROPERTY)
         if batch is None or query is None:
             raise UsageError(f"{NAME}: no micro-batch is running", hint="this sink does not support continuous mode")
-        return BatchWritten(self._writer(int(batch)).write(iterator), query)
+        return replace(self._writer(int(batch)).write(iterator), query=query)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Record the ledgers of the batch, unless an earlier attempt did, and delete the ledgers of other attempts.
@@ -87,8 +79,8 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
         Raises Conflict if the scope belongs to another query.
         """
         writer = self._writer(batchId)
-        queries = {each.query for each in messages if isinstance(each, BatchWritten)}
-        with Client(self._settings.cluster) as client:
+        queries = {each.query for each in messages if isinstance(each, LedgerWritten) and each.query is not None}
+        with Client(self._source.cluster) as client:
             recorded = self._recorded(client, batchId, queries)
             if recorded is not None:
                 writer.delete_others(keep=frozenset(recorded))
@@ -100,14 +92,14 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Delete the ledgers of the batch that no record names. Raises the errors of the metadata store."""
-        with Client(self._settings.cluster) as client:
+        with Client(self._source.cluster) as client:
             recorded = self._recorded(client, batchId, set())
         self._writer(batchId).delete_others(keep=frozenset(recorded or ()))
 
     def _writer(self, batch: int) -> LedgerWriter:
         if batch > BATCH_ID_MAX:
             raise UsageError(f"{NAME}: batch {batch} is above {BATCH_ID_MAX}", hint="use a new scope and checkpoint")
-        return LedgerWriter(self._settings, self._schema, False, batch=batch)
+        return LedgerWriter(self._source, self._schema, False, batch=batch)
 
     def _recorded(self, client: Client, batch: int, queries: set[str]) -> list[LedgerId] | None:
         """Return the ledgers that the record of `batch` names; None without a complete one. Deletes any other one."""
@@ -163,11 +155,10 @@ def committed_ledgers(options: Mapping[str, str]) -> list[CommittedLedger]:
 
     `options` are the connection's and `ledgerScopeId`.
     """
-    checked = SourceOptions(NAME, options, tuple(options))
-    settings = LedgerQuerySettings(checked)
+    source = LedgerSource(dict(options))
     committed = []
-    with Client(settings.cluster) as client:
-        for record in client.cluster.ledgers.ledgers(settings.scope_id):
+    with Client(source.cluster) as client:
+        for record in client.cluster.ledgers.ledgers(source.scope_id):
             if record.ledger_id > BATCH_ID_MAX:
                 break
             found = client.cluster.ledgers.read(record)

@@ -1,4 +1,6 @@
-"""Read the entries of ledgers from their bookies for `bookkeeper.ledger`: partitions, ranges, checked batches.
+"""`bookkeeper.ledger`: a table of the entries of ledgers, read from their bookies; a stream, and sinks of both.
+
+    spark.read.format("bookkeeper.ledger").options(metadataUri="zk://host:2181/ledgers", ledgerScopeId="7").load()
 
 Reading does not fence, recover or close a ledger. A closed ledger is read to its end, any other up to the last add
 confirmed that its bookies report when the query is planned. Tasks read ledger passwords from the metadata, and plans do
@@ -25,15 +27,17 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import attempt
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
-from bkctl.spark.sources.columns import arrow_schema_of, constant, damage_row, ledger_values, table_of
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
-from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QUERY_OPTIONS, QueryReader
+from bkctl.spark.sources.columns import constant, damage_row, ledger_values, table_of
+from bkctl.spark.sources.filters import LEDGER_COLUMNS
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, Client, ClusterOptions
+from bkctl.spark.sources.readers import QUERY_OPTIONS, TableSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
+    from bkctl.spark.sources.ledger_sink import LedgerWriter
+    from bkctl.spark.sources.ledger_stream import LedgerStreamReader
+    from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter
 
 NAME: Final = "bookkeeper.ledger"
 COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "lastAddConfirmed", "length", "size", "formatVersion", "payload")
@@ -77,83 +81,12 @@ class LedgerEntries(InputPartition):
     problems: Sequence[tuple[int, str]] = ()
 
 
-class LedgerQuerySettings:
-    """The cluster, ledgers and limits of a query, as plain values for driver and tasks."""
-
-    def __init__(self, options: SourceOptions) -> None:
-        self.options, self.cluster, self.mode = options, ClusterOptions(options), options.mode()
-        self._file = options.text("ledgersFile")
-        self.fail_on_data_loss = options.flag("failOnDataLoss", True)
-        self.scope_id = options.scope_id()
-        self.custom_metadata = _key_values(options.words("customMetadata"))
-        self.query = LedgerQuery(custom_metadata=tuple(self.custom_metadata.items()))
-        self.entries_per_partition = options.integer("entriesPerPartition", PARTITION_ENTRIES_DEFAULT, 1)
-        self.partition_size = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES_DEFAULT)
-
-    @property
-    def are_needed(self) -> bool:
-        """Return whether the ledgers of the query must exist: the options name them, and `failOnDataLoss` is true."""
-        return self.fail_on_data_loss and (self._file is not None or bool(self.options.ledgers()))
-
-    def listed(self, client: Client, conditions: Conditions) -> Iterable[LedgerId]:
-        """Return the ledgers that meet the conditions; named ones need not exist."""
-        if self._file is not None:
-            # Read on the driver: there may be too many ledgers to send to every task.
-            lines = Path(self._file).read_text("ascii", "replace").split()
-            return filter(conditions.accepts_ledger, sorted({LedgerId.parse(line, self.scope_id) for line in lines}))
-        wanted = conditions.wanted_ledgers()
-        if wanted is not None:
-            return wanted
-        scopes = conditions.ids_of("ledgerScopeId")
-        found = chain.from_iterable(
-            client.cluster.ledgers.ledgers(scope_id) for scope_id in ([None] if scopes is None else sorted(scopes))
-        )
-        return filter(conditions.accepts_ledger, found)
-
-
 class Extent(NamedTuple):
     """The extent of a ledger: its next entry id, whether it is closed there, and the average size of its entries."""
 
     next_entry_id: int
     closed: bool
     entry_size: int
-
-
-def extents(
-    client: Client, settings: LedgerQuerySettings, ledgers: Iterable[LedgerId], *, needed: bool
-) -> Iterator[tuple[LedgerId, Extent | BkctlError | None]]:
-    """Yield the ledgers with their extents: from metadata of closed ones, from the bookies of all others.
-
-    An error of a ledger takes the place of its extent, None stands for a ledger outside the query. Ledgers that do not
-    exist are left out unless they are `needed`.
-    """
-
-    async def extent(ledger: LedgerId, found: VersionedMetadata | BkctlError) -> Extent | BkctlError:
-        if isinstance(found, BkctlError):
-            return found
-        last, length = found.metadata.last_entry_id, found.metadata.length
-        if not found.metadata.is_closed:
-            try:
-                last, length = await read_last_confirmed(client.bookkeeper.access(ledger, found))
-            except BkctlError as error:
-                return error
-        return Extent(last + 1, found.metadata.is_closed, length // (last + 1) if last >= 0 else 0)
-
-    async def asked() -> list[Extent | BkctlError]:
-        return await asyncio.gather(*(extent(*each) for each in held))
-
-    held: list[tuple[LedgerId, VersionedMetadata | BkctlError]] = []
-    for ledger, found in client.cluster.ledgers.read_many(ledgers):
-        if isinstance(found, LedgerNotFound) and not needed:
-            continue  # Deleted since it was listed, or only a filter names it.
-        if isinstance(found, VersionedMetadata) and not settings.query.matches(found, 0):
-            yield ledger, None
-            continue
-        held.append((ledger, found))
-        if len(held) >= _ASKED_AT_ONCE:
-            yield from zip([each for each, _ in held], client.run(asked()), strict=True)
-            held.clear()
-    yield from zip([each for each, _ in held], client.run(asked()), strict=True)
 
 
 def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) -> Iterator[list[EntryRange]]:
@@ -178,51 +111,122 @@ def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) 
         yield held
 
 
-class LedgerReader(QueryReader):
-    """Plans and reads a table of entries; `partitions` and `read` need no Spark."""
+class LedgerSource(TableSource):
+    """The data source; LedgerStreamReader, LedgerWriter and LedgerStreamWriter have the options of stream and sinks.
+
+    Options of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver,
+    one a line) and `ledgerScopeId` (default: every ledger of every scope); `customMetadata` (KEY=VALUE: only ledgers
+    that have it); `columns`, `mode`; `entriesPerPartition` and `maxPartitionBytes`; `failOnDataLoss` (true: a ledger
+    that is deleted before it was read to its end fails the query; false: it is skipped from there on).
+    """
 
     source = NAME
-    options = OPTIONS
+    known = OPTIONS
+    columns = never_null = COLUMNS
     integers = ("entryId",)
-    never_null = COLUMNS
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._settings = LedgerQuerySettings(options)
-        self._entries = LedgerEntryReader(self._settings, schema)
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        checked = self.checked
+        if checked.text("path") is not None or checked.text("paths") is not None:
+            raise UsageError(f"{NAME} takes no path", hint="name the cluster by metadataUri")
+        self.cluster = ClusterOptions(checked)
+        self.fail_on_data_loss = checked.flag("failOnDataLoss", True)
+        self.scope_id = checked.scope_id()
+        self.custom_metadata = _key_values(checked.words("customMetadata"))
+        self._query = LedgerQuery(custom_metadata=tuple(self.custom_metadata.items()))
+        self.entries_per_partition = checked.integer("entriesPerPartition", PARTITION_ENTRIES_DEFAULT, 1)
+        self._partition_size = checked.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES_DEFAULT)
+        self._file = checked.text("ledgersFile")
+        #: The ledgers of the query must exist.
+        self._are_needed = self.fail_on_data_loss and (self._file is not None or self._conditions.ledgers is not None)
 
-    @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        return COLUMNS, ()
+    def streamReader(self, schema: StructType) -> LedgerStreamReader:
+        from bkctl.spark.sources.ledger_stream import LedgerStreamReader
+
+        return LedgerStreamReader(self.reader(schema))
+
+    def writer(self, schema: StructType, overwrite: bool) -> LedgerWriter:
+        """Return the sink of one write; `overwrite` may replace the file that `names` names, never a ledger."""
+        from bkctl.spark.sources.ledger_sink import LedgerWriter
+
+        return LedgerWriter(self, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> LedgerStreamWriter:
+        """Return the sink of a stream, for the output modes append and update."""
+        from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter
+
+        return LedgerStreamWriter(self, schema, overwrite)
+
+    # --- planning -----------------------------------------------------------------------------------------------
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of entries. Raises the errors of reading metadata and last adds confirmed."""
         problems: list[tuple[int, str]] = []
-        with Client(self._settings.cluster) as client:
-            spans = self._spans(client, problems)
-            found: list[InputPartition] = [
-                LedgerEntries(ranges)
-                for ranges in cut(spans, self._settings.partition_size, self._settings.entries_per_partition)
-            ]
-        if problems:
-            found.append(LedgerEntries((), problems))
-        # Spark adds a partition of its own to an empty list.
-        return found or [LedgerEntries(())]
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the planned rows of a partition. Raises the error of an entry that cannot be read."""
-        assert isinstance(partition, LedgerEntries)
-        return self._entries.read(partition)
+        def spans() -> Iterator[tuple[EntryRange, int]]:
+            for ledger, extent in self.extents(client, self.listed(client)):
+                if isinstance(extent, BkctlError):
+                    self._mode.check(extent)
+                    problems.append((ledger.value, str(extent)))
+                elif extent is not None:
+                    for first, last in self._wanted(extent.next_entry_id - 1):
+                        yield EntryRange(ledger.value, first, last), extent.entry_size
 
-    def _spans(self, client: Client, problems: list[tuple[int, str]]) -> Iterator[tuple[EntryRange, int]]:
-        listed = self._settings.listed(client, self._conditions)
-        for ledger, extent in extents(client, self._settings, listed, needed=self._settings.are_needed):
-            if isinstance(extent, BkctlError):
-                self._settings.mode.check(extent)
-                problems.append((ledger.value, str(extent)))
-            elif extent is not None:
-                for first, last in self._wanted(extent.next_entry_id - 1):
-                    yield EntryRange(ledger.value, first, last), extent.entry_size
+        with Client(self.cluster) as client:
+            parts = cut(spans(), self._partition_size, self.entries_per_partition)
+            found: list[InputPartition] = [LedgerEntries(ranges) for ranges in parts]
+        return [*found, LedgerEntries((), problems)] if problems else found
+
+    def listed(self, client: Client) -> Iterable[LedgerId]:
+        """Return the ledgers that meet the conditions; named ones need not exist."""
+        accepts = self._conditions.accepts_ledger
+        if self._file is not None:
+            # Read on the driver: there may be too many ledgers to send to every task.
+            lines = Path(self._file).read_text("ascii", "replace").split()
+            return filter(accepts, sorted({LedgerId.parse(line, self.scope_id) for line in lines}))
+        wanted = self._conditions.wanted_ledgers()
+        if wanted is not None:
+            return wanted
+        scopes = self._conditions.ids_of("ledgerScopeId")
+        of_scopes = map(client.cluster.ledgers.ledgers, [None] if scopes is None else sorted(scopes))
+        return filter(accepts, chain.from_iterable(of_scopes))
+
+    def extents(
+        self, client: Client, ledgers: Iterable[LedgerId]
+    ) -> Iterator[tuple[LedgerId, Extent | BkctlError | None]]:
+        """Yield the ledgers with their extents: from metadata of closed ones, from the bookies of all others.
+
+        An error of a ledger takes the place of its extent, None stands for a ledger outside the query. Ledgers that do
+        not exist are left out unless the options name the ledgers, and `failOnDataLoss` is true.
+        """
+
+        async def extent(ledger: LedgerId, found: VersionedMetadata | BkctlError) -> Extent | BkctlError:
+            if isinstance(found, BkctlError):
+                return found
+            last, length = found.metadata.last_entry_id, found.metadata.length
+            if not found.metadata.is_closed:
+                try:
+                    last, length = await read_last_confirmed(client.bookkeeper.access(ledger, found))
+                except BkctlError as error:
+                    return error
+            return Extent(last + 1, found.metadata.is_closed, length // (last + 1) if last >= 0 else 0)
+
+        async def asked() -> list[Extent | BkctlError]:
+            return await asyncio.gather(*(extent(*each) for each in held))
+
+        held: list[tuple[LedgerId, VersionedMetadata | BkctlError]] = []
+        for ledger, found in client.cluster.ledgers.read_many(ledgers):
+            if isinstance(found, LedgerNotFound) and not self._are_needed:
+                continue  # Deleted since it was listed, or only a filter names it.
+            if isinstance(found, VersionedMetadata) and not self._query.matches(found, 0):
+                yield ledger, None
+                continue
+            held.append((ledger, found))
+            if len(held) >= _ASKED_AT_ONCE:
+                yield from zip([each for each, _ in held], client.run(asked()), strict=True)
+                held.clear()
+        yield from zip([each for each, _ in held], client.run(asked()), strict=True)
 
     def _wanted(self, end: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of entry ids up to `end` that meet the conditions."""
@@ -239,32 +243,27 @@ class LedgerReader(QueryReader):
             entry_ids = [entry_id for _, entry_id in run]
             yield entry_ids[0], entry_ids[-1]
 
+    # --- reading ------------------------------------------------------------------------------------------------
 
-class LedgerEntryReader:
-    """Reads the entries of partitions in a task. Unless `failOnDataLoss`, skips what is unread of deleted ledgers."""
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the planned rows of a partition; in mode permissive an entry that cannot be read is a row of damage.
 
-    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
-        self._cluster = settings.cluster
-        self._mode = settings.mode
-        self._schema: pa.Schema = arrow_schema_of(schema)
-        self._skip_deleted = not settings.fail_on_data_loss
-
-    def read(self, partition: LedgerEntries) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a partition; in mode permissive an entry that cannot be read is a row of damage.
-
-        Raises its error in mode failfast.
+        Raises its error in mode failfast. Unless `failOnDataLoss`, skips what is unread of deleted ledgers.
         """
+        # Spark adds a partition of its own to an empty list.
+        if not isinstance(partition, LedgerEntries):
+            return
         for value, reason in partition.problems:
             yield self._damage(LedgerId.from_value(value), None, reason)
         if not partition.ranges:
             return
-        with Client(self._cluster) as client:
+        with Client(self.cluster) as client:
             held: list[tuple[LedgerId, LedgerEntry]] = []
             room = BATCH_SIZE_BYTES
             ids = (LedgerId.from_value(part.ledger) for part in partition.ranges)
             for part, (ledger, found) in zip(partition.ranges, client.cluster.ledgers.read_many(ids), strict=True):
                 if isinstance(found, BkctlError):
-                    if isinstance(found, LedgerNotFound) and self._skip_deleted:
+                    if isinstance(found, LedgerNotFound) and not self.fail_on_data_loss:
                         continue
                     self._mode.check(found)
                     yield self._damage(ledger, None, f"{found}; entries {part.first} to {part.last} are not here")
@@ -280,7 +279,7 @@ class LedgerEntryReader:
                     room -= sum(len(entry.payload) for entry in entries)
                     next_id += len(entries)
                     if error is not None:
-                        if self._skip_deleted:
+                        if not self.fail_on_data_loss:
                             known = attempt(client.cluster.ledgers.read, ledger)
                             if isinstance(known, LedgerNotFound):
                                 break
@@ -310,7 +309,8 @@ class LedgerEntryReader:
         yield from table_of(self._schema, columns, count).to_batches()
 
     def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
-        return damage_row(self._schema, None, None, reason, **ledger_values(ledger), entryId=entry_id)
+        damage = {"file": None, "offset": None, "reason": reason}
+        return damage_row(self._schema, damage, **ledger_values(ledger), entryId=entry_id)
 
 
 async def _take(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -29,14 +29,10 @@ from bkctl.metadata.admin.dump.sources import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
-from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
-from bkctl.spark.sources.columns import DAMAGE, ledger_values, where_and_why
+from bkctl.spark.sources.columns import DAMAGE, damage_of, ledger_values
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+from bkctl.spark.sources.options import CONNECTION_OPTIONS, ClusterOptions
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
 
 NAME: Final = "bookkeeper.metadata"
 SECTION_SIZE_BYTES_DEFAULT: Final = 32 << 20
@@ -90,60 +86,56 @@ class NamedLedgers(NamedTuple):
     needed: bool
 
 
-class _Damage(NamedTuple):
-    """The value of the column `damage` of one row."""
-
-    file: str | None
-    offset: int | None
-    reason: str
+#: A ledger, if it is known, with its row, or with the value of the column `damage`.
+_Found = tuple[LedgerId | None, LedgerRow | dict[str, Any]]
 
 
-class MetadataReader(QueryReader):
-    """Plans and reads; `partitions` and `read` need no Spark."""
+class MetadataSource(TableSource):
+    """The data source; see the module.
+
+    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
+    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
+    """
 
     source = NAME
-    options = (*CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes")
+    known = (*CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes")
     never_null = LEDGER_COLUMNS
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._export = options.text("path")
-        self._cluster = None if self._export is not None else ClusterOptions(options)
-        self._range_size = options.integer("ledgersPerPartition", RANGE_SIZE, 1)
-        self._section_size = options.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
-        self._named = self._conditions.ledgers is not None
+    columns = tuple(COLUMNS)
 
-    @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        return tuple(COLUMNS), ()
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        checked = self.checked
+        self._export = checked.text("path")
+        if (checked.text("metadataUri") is None) == (self._export is None):
+            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")
+        self._cluster = None if self._export is not None else ClusterOptions(checked)
+        self._range_size = checked.integer("ledgersPerPartition", RANGE_SIZE, 1)
+        self._section_size = checked.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
+        self._named = self._conditions.ledgers is not None
 
     # --- planning -----------------------------------------------------------------------------------------------
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of a live store's ledgers, or sections of an export. Raises the errors of reading them."""
-        # Spark adds a partition of its own to an empty list.
-        return list(map(InputPartition, self._ranges() if self._export is None else self._sections(self._export)))
-
-    def _ranges(self) -> list[LedgerIds | NamedLedgers]:
-        assert self._cluster is not None
+        if self._cluster is None:
+            with self._export_file() as file:
+                sections, problem = file.sections(self._section_size)
+            damages = [] if problem is None else [self._damage(problem)]
+            return [*map(InputPartition, [*sections, *damages])]
         size, wanted = self._range_size, self._conditions.wanted_ledgers()
         if wanted is not None:
             numbers = [ledger.value for ledger in wanted]
-            return [NamedLedgers(numbers[at : at + size], self._named) for at in range(0, len(numbers) or 1, size)]
+            cuts = range(0, len(numbers), size)
+            return [InputPartition(NamedLedgers(numbers[at : at + size], self._named)) for at in cuts]
         scopes = self._conditions.ids_of("ledgerScopeId")
         with self._cluster.open() as cluster:
-            found = [
-                LedgerIds(each.first.value, each.last.value)
+            return [
+                InputPartition(LedgerIds(each.first.value, each.last.value))
                 for scope_id in ([None] if scopes is None else sorted(scopes))
                 for each in cluster.ledgers.ranges(scope_id, size=size)
                 if each.ledgers
             ]
-        return [*found] or [NamedLedgers((), False)]
-
-    def _sections(self, path: str) -> list[ExportSection | _Damage | NamedLedgers]:
-        with closing(ExportFile(Path(path))) as file:
-            sections, problem = file.sections(self._section_size)
-        return [*sections, *([] if problem is None else [self._damage(problem)])] or [NamedLedgers((), False)]
 
     # --- reading ------------------------------------------------------------------------------------------------
 
@@ -154,15 +146,12 @@ class MetadataReader(QueryReader):
             arrays = [pa.array([_value(field.name, *row) for row in batch], field.type) for field in self._schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _rows(
-        self, part: LedgerIds | NamedLedgers | ExportSection | _Damage
-    ) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
-        if isinstance(part, _Damage):
+    def _rows(self, part: LedgerIds | NamedLedgers | ExportSection | dict[str, Any] | None) -> Iterator[_Found]:
+        if isinstance(part, dict):
             yield None, part
         elif isinstance(part, ExportSection):
             yield from self._rows_of_export(part)
-        elif isinstance(part, LedgerIds) or part.ledgers:
-            assert self._cluster is not None
+        elif part is not None and self._cluster is not None:  # Spark adds a partition of its own to an empty list.
             with self._cluster.open() as cluster:
                 needed = isinstance(part, NamedLedgers) and part.needed
                 for ledger, found in cluster.ledgers.read_many(self._ids(cluster, part)):
@@ -182,9 +171,8 @@ class MetadataReader(QueryReader):
         listed = takewhile(lambda ledger: ledger <= last, cluster.ledgers.ledgers(scope_id, after))
         return filter(self._conditions.accepts_ledger, listed)
 
-    def _rows_of_export(self, section: ExportSection) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
-        assert self._export is not None
-        with closing(ExportFile(Path(self._export))) as file:
+    def _rows_of_export(self, section: ExportSection) -> Iterator[_Found]:
+        with self._export_file() as file:
             for at, record in file.section(section):
                 if isinstance(record, BkctlError):
                     yield None, self._damage(record)
@@ -202,33 +190,15 @@ class MetadataReader(QueryReader):
                     ctime_ms = record.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
                     yield ledger, ledger_row(ledger, VersionedMetadata(metadata, 0, ctime_ms))
 
-    def _damage(self, error: BkctlError, offset: int | None = None) -> _Damage:
+    def _export_file(self) -> closing[ExportFile]:
+        return closing(ExportFile(Path(self._export or "")))
+
+    def _damage(self, error: BkctlError, offset: int | None = None) -> dict[str, Any]:
         self._mode.check(error)
-        if self._export is None:
-            return _Damage(None, None, str(error))
-        return _Damage(self._export, *where_and_why(error, offset))
+        return damage_of(error, self._export, offset)
 
 
-def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> Any:
-    if column == DAMAGE:
-        return found._asdict() if isinstance(found, _Damage) else None
-    if not isinstance(found, _Damage):
-        return COLUMNS[column](found)
-    if ledger is None or column not in LEDGER_COLUMNS:
-        return None
-    return ledger_values(ledger)[column]
-
-
-class MetadataSource(TableSource):
-    """The data source; see the module.
-
-    Options: `mode`, `columns`, `ledger`, `ledgerScopeId` (default: every scope); for a live store the connection's (see
-    ClusterOptions) and `ledgersPerPartition`; for an export `maxPartitionBytes`.
-    """
-
-    reads = MetadataReader
-
-    def __init__(self, options: dict[str, str]) -> None:
-        super().__init__(options)
-        if (self._checked.text("metadataUri") is None) == (self._checked.text("path") is None):
-            raise UsageError(f"{NAME} needs either the option metadataUri or the path of an export")
+def _value(column: str, ledger: LedgerId | None, found: LedgerRow | dict[str, Any]) -> Any:
+    if isinstance(found, dict):
+        return {DAMAGE: found, **({} if ledger is None else ledger_values(ledger))}.get(column)
+    return None if column == DAMAGE else COLUMNS[column](found)

@@ -1,4 +1,4 @@
-"""The part that sources of tables share: base classes, conditions, mode, and filters that Spark pushes down on request.
+"""The base class of data sources: options, columns, conditions, mode, and filters that Spark pushes down on request.
 
 The base classes are PySpark's, or plain ones where PySpark is not installed: the local engine reads sources without it.
 
@@ -11,9 +11,10 @@ DataFrame that answers one query. Without it Spark applies all filters itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
-from bkctl.spark.sources.columns import DAMAGE, checked_schema, source_schema
+from bkctl.errors import UsageError
+from bkctl.spark.sources.columns import DAMAGE, TYPES, arrow_schema_of, ddl
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
 
@@ -48,29 +49,53 @@ else:
 QUERY_OPTIONS: Final = ("mode", "columns", "ledger", "ledgerScopeId", "pushdown")
 
 
-class QueryReader(DataSourceReader):
-    """A reader of one query with the columns of `schema`; a subclass names the columns whose filters it takes."""
+class TableSource(DataSource, DataSourceReader):
+    """A data source, and the reader of one query of its columns. Raises UsageError for options that do not parse."""
 
     #: The name for `spark.read.format`, and the options beside `path` and `paths`.
-    source: str
-    options: Collection[str]
+    source: ClassVar[str]
+    known: ClassVar[Collection[str]]
+    #: The default columns, and the columns that come only when the option `columns` names them.
+    columns: Sequence[str]
+    on_request: Sequence[str] = ()
     #: String and integer columns beside the ids of ledgers, and columns of which no row of data has a null.
     texts: Collection[str] = ()
     integers: Collection[str] = ()
     never_null: Collection[str] = ()
+    _schema: pa.Schema
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        self._conditions, self._mode = Conditions.of(options), options.mode()
-        default, on_request = self.columns(options)
-        self._schema: pa.Schema = checked_schema(self.source, schema, (*default, *on_request, DAMAGE))
-        if options.flag("pushdown"):
-            # As a class's method it would need Spark's filterPushdown.enabled in every session.
-            self.pushFilters = self.take_filters  # type: ignore[method-assign]
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self.checked = SourceOptions(self.source, options, self.known)
+        self._conditions, self._mode = Conditions.of(self.checked), self.checked.mode()
 
     @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the default columns, and the columns that come only when the option `columns` names them."""
-        raise AssertionError
+    def name(cls) -> str:
+        """Return the name for `spark.read.format`."""
+        return cls.source
+
+    def schema(self) -> str:
+        """Return the columns that the options ask for, and `damage` in mode permissive."""
+        columns = self.checked.columns(self.columns, self.on_request)
+        return ddl([*columns, DAMAGE] if self._mode is Mode.PERMISSIVE else columns)
+
+    def reader(self, schema: StructType | pa.Schema) -> Self:
+        """Return this source for the columns of `schema`; the local engine passes the source's own, for Arrow.
+
+        Raises UsageError if `schema` has a column or type that the source does not have.
+        """
+        known = (*self.columns, *self.on_request, DAMAGE)
+        for field in getattr(schema, "fields", ()):
+            kind = field.dataType.simpleString()
+            if field.name not in known or kind != TYPES[field.name]:
+                raise UsageError(
+                    f"{self.source} has no column {field.name} of type {kind}", hint=f"it has {ddl(known)}"
+                )
+        self._schema = arrow_schema_of(schema)
+        if self.checked.flag("pushdown"):
+            # As a class's method it would need Spark's filterPushdown.enabled in every session.
+            self.pushFilters = self.take_filters  # type: ignore[method-assign]
+        return self
 
     def take_filters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take the filters that the source can apply; return the filters that Spark must apply.
@@ -79,26 +104,3 @@ class QueryReader(DataSourceReader):
         """
         left = self._conditions.push(filters, self.texts, self.integers, self.never_null)
         return list(filters) if self._mode is Mode.PERMISSIVE else left
-
-
-class TableSource(DataSource):
-    """The data source of a reader. Raises UsageError for options that do not parse."""
-
-    reads: ClassVar[type[QueryReader]]
-
-    def __init__(self, options: dict[str, str]) -> None:
-        super().__init__(options)
-        self._checked = SourceOptions(self.name(), options, self.reads.options)
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `spark.read.format`."""
-        return cls.reads.source
-
-    def schema(self) -> str:
-        """Return the columns that the options ask for, and `damage` in mode permissive."""
-        return source_schema(self._checked, *self.reads.columns(self._checked))
-
-    def reader(self, schema: StructType) -> QueryReader:
-        """Return the reader of the columns of `schema`."""
-        return self.reads(self._checked, schema)

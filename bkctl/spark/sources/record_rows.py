@@ -94,31 +94,18 @@ class Selection(NamedTuple):
 
 #: Digest types that need no password, in the order in which entries of format version 1 are checked.
 _CHECKED_TYPES: Final = (DigestType.CRC32C, DigestType.CRC32)
-_TYPES_BY_NUMBER: Final = {int(digest_type): digest_type for digest_type in DigestType}
+#: Number in an entry of format version 2 → its digest type, if that needs no password.
+_NAMED_TYPES: Final = {int(each): (each,) for each in DigestType if each is not DigestType.HMAC}
 
 
-def digest_of_v1(window: bytes, body: int, size: int) -> str | None:
-    """Return the name of the digest type without password that an entry of format version 1 matches; else None."""
-    payload = body + HEADER_SIZE_V1
-    header = window[body:payload]
-    end = body + size
-    for digest_type in _CHECKED_TYPES:
+def digest_of(window: bytes, body: int, size: int, version: int) -> str | None:
+    """Return the name of the digest type without password that an entry matches: of version 2 the type in it."""
+    payload, end = body + (HEADER_SIZE_V1 if version == 1 else HEADER_SIZE_V2), body + size
+    for digest_type in _CHECKED_TYPES if version == 1 else _NAMED_TYPES.get(window[body] & 0x0F, ()):
         at = payload + digest_type.code_length
-        if at <= end and digest_function(digest_type)(header, window[at:end]) == window[payload:at]:
+        if at <= end and digest_function(digest_type)(window[body:payload], window[at:end]) == window[payload:at]:
             return digest_type.name
     return None
-
-
-def digest_of_v2(window: bytes, body: int, size: int) -> str | None:
-    """Return the name of the digest type in an entry of format version 2 if the entry matches it; else None."""
-    digest_type = _TYPES_BY_NUMBER.get(window[body] & 0x0F)
-    if digest_type is None or digest_type is DigestType.HMAC:
-        return None
-    payload = body + HEADER_SIZE_V2
-    at, end = payload + digest_type.code_length, body + size
-    if at > end or digest_function(digest_type)(window[body:payload], window[at:end]) != window[payload:at]:
-        return None
-    return digest_type.name
 
 
 def _last_add_confirmed(record: Record) -> int | None:
@@ -133,8 +120,7 @@ def _last_add_confirmed(record: Record) -> int | None:
 def _record_digest(record: Record) -> str | None:
     if record.type is not RecordType.ENTRY or record.length is None:
         return None
-    check = digest_of_v1 if record.format_version == 1 else digest_of_v2
-    return check(record.body, 0, record.record_size)
+    return digest_of(record.body, 0, record.record_size, record.format_version)
 
 
 #: Column → its value of a record; the digest type of version 1, where given, tells the payload's size.
@@ -281,8 +267,7 @@ class RecordRows:
         count = len(fields)
         if name == "digest":
             rows = zip(begins.tolist(), fields[:, 0].tolist(), strict=True)
-            check = digest_of_v1 if self._version == 1 else digest_of_v2
-            return pa.array([check(window, begin + 4, size) for begin, size in rows], pa.string())
+            return pa.array([digest_of(window, begin + 4, size, self._version) for begin, size in rows], pa.string())
         overheads = 0 if name == "record" else self._overheads(fields)
         if overheads is None:
             return pa.nulls(count, pa.binary())

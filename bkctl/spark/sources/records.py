@@ -18,15 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
 from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import RecordBatch
@@ -35,15 +37,12 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MA
 from bkctl.formats.entry_log import HEADER_SIZE, content_id_of
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RECORD_SIZE_BYTES_MAX, RecordType
-from bkctl.spark.sources.columns import damage_row, where_and_why
+from bkctl.spark.sources.columns import damage_of, damage_row
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import Mode
 from bkctl.spark.sources.places import Place, resolve, unseen
-from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, QueryReader, TableSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
 from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows, Selection
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
 
 #: Bytes of a header that never change: the magic and the version.
 _HEADER_SIZE: Final = 8
@@ -122,23 +121,22 @@ class RecordRowKind(StrEnum):
     LEDGERS = "ledgers"
 
 
-class RecordReader(QueryReader):
-    """Plans and reads the files of one source; a subclass opens one kind of file."""
+class RecordSource(TableSource):
+    """Plans and reads files of records; a subclass opens one kind of file."""
 
     #: The column of the file's id: `logId` or `journalId`.
     id_name: str
-    options = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
+    known = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
     #: A running bookie writes into space that is allocated ahead.
     is_written_in_place = False
-    on_request: tuple[str, ...] = ("payload", "record", "digestType", "digest")
+    on_request: Sequence[str] = ("payload", "record", "digestType", "digest")
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._paths = options.paths()
-        self._digest_type = options.digest_type()
-        self._borders = options.offsets("borders")
-        self._rows = options.choice("rows", RecordRowKind.RECORDS)
-        self._types = frozenset(options.words("types")) or None
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self._digest_type = self.checked.digest_type()
+        self._borders = self.checked.offsets("borders")
+        self._rows = self.checked.choice("rows", RecordRowKind.RECORDS)
+        self._types = frozenset(self.checked.words("types")) or None
         for name in self._types or ():
             if name not in [*RecordType]:
                 raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
@@ -148,14 +146,11 @@ class RecordReader(QueryReader):
         self.never_null = (
             "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
         )  # fmt: skip
-
-    @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the columns; of records the default ones are the same as of the command that reads such files."""
-        of_file = (cls.id_name, f"{cls.id_name}Hex")
-        if options.choice("rows", RecordRowKind.RECORDS) is RecordRowKind.LEDGERS:
-            return (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS), ()
-        return (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS), cls.on_request
+        of_file = (self.id_name, f"{self.id_name}Hex")
+        if self._rows is RecordRowKind.LEDGERS:
+            self.columns, self.on_request = (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS), ()
+        else:  # The same as of the command that reads such files.
+            self.columns = (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS)
 
     # Subclasses implement:
 
@@ -178,12 +173,12 @@ class RecordReader(QueryReader):
             accepts = self._conditions.accepts
             listed = self.list_places()
             places = [place for place in listed if all(accepts(*each) for each in self._constants(place).items())]
-            try:
-                with ThreadPoolExecutor(min(_PLANNERS_MAX, len(places)) or 1) as planners:
-                    return [part for ranges in planners.map(self._plan, places) for part in ranges]
-            except _Vanished as error:
-                # Compaction moved its entries to a log that may not have been listed: list again.
-                gone = error.args[0]
+            with ThreadPoolExecutor(min(_PLANNERS_MAX, len(places)) or 1) as planners:
+                planned = list(planners.map(self._plan, places))
+            gone = next((place.path for place, ranges in zip(places, planned, strict=True) if ranges is None), None)
+            if gone is None:
+                return list(chain.from_iterable(ranges or () for ranges in planned))
+            # Compaction moved its entries to a log that may not have been listed: list again.
         raise Conflict(
             f"{gone} was deleted while it was read", hint="the bookie deletes many files now; try again later"
         )
@@ -196,11 +191,15 @@ class RecordReader(QueryReader):
         """
         # Spark adds a partition of its own to an empty list.
         if isinstance(partition, Range):
-            place, damages = partition.place, list[tuple[int | None, str]]()
-            rows = self._rows_of(place)
+            place, damages = partition.place, list[dict[str, Any]]()
+            schema, constants = self._schema, self._constants(place)
+            selection = Selection(self._conditions, self._types)
+            rows: RecordRows | LedgerSums = LedgerSums(schema, constants, selection)
+            if self._rows is RecordRowKind.RECORDS:
+                rows = RecordRows(schema, constants, selection, self._digest_type)
             yield from rows.of(self._up_to_damage(partition, damages))
-            for offset, reason in damages:
-                yield damage_row(rows.schema, place.path, offset, reason, **self._constants(place))
+            for damage in damages:
+                yield damage_row(schema, damage, **constants)
 
     def _constants(self, place: Place) -> dict[str, Any]:
         file_id = place.file_id
@@ -212,20 +211,14 @@ class RecordReader(QueryReader):
             "bookieId": place.bookie_id,
         }
 
-    def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
-        schema, constants = self._schema, self._constants(place)
-        selection = Selection(self._conditions, self._types)
-        if self._rows is RecordRowKind.LEDGERS:
-            return LedgerSums(schema, constants, selection)
-        return RecordRows(schema, constants, selection, self._digest_type)
-
-    def _plan(self, place: Place) -> list[Range]:
+    def _plan(self, place: Place) -> list[Range] | None:
+        """Return the ranges of a file; None if it was listed and deleted."""
         borders = (None, *self._borders.get(place.path, ()), None)
         try:
             state = FileState.of(place.path)
-        except NotFound as error:
+        except NotFound:
             if place.found:
-                raise _Vanished(place.path) from error
+                return None
             raise
         except UsageError:
             raise
@@ -233,7 +226,7 @@ class RecordReader(QueryReader):
             return [Range(place)]  # The task that reads the file raises or reports this.
         return [Range(place, state, start or 0, end) for start, end in pairwise(borders)]
 
-    def _up_to_damage(self, part: Range, damages: list[tuple[int | None, str]]) -> Iterator[RecordBatch]:
+    def _up_to_damage(self, part: Range, damages: list[dict[str, Any]]) -> Iterator[RecordBatch]:
         """Yield the records of a range that were whole when the plan was made.
 
         In mode permissive add the damage that ends them to `damages`.
@@ -254,11 +247,7 @@ class RecordReader(QueryReader):
             found = unseen(path) if isinstance(error, NotFound) else error
             # No mode permits that this machine does not see a file.
             (Mode.FAILFAST if isinstance(found, UsageError) else self._mode).check(found)
-            damages.append(where_and_why(found))
-
-
-class _Vanished(Exception):
-    """A listed file was deleted; its argument is the path."""
+            damages.append(damage_of(found, path))
 
 
 # --- entry logs -------------------------------------------------------------------------------------------------------
@@ -270,27 +259,27 @@ _HOPS: Final = 1024
 _OPEN_LOGS_MAX: Final = 64
 
 
-class EntryLogRecords(RecordReader):
-    """Plans and reads entry logs."""
+class EntryLogSource(RecordSource):
+    """The records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
+
+    A log whose ledgers map names none of the wanted ledgers is not read, so its damage is unseen. Unfinished files of
+    compactions in directories are skipped: their entries are in a log, too.
+    """
 
     id_name = "logId"
     source = "bookkeeper.entrylog"
 
     def list_places(self) -> list[Place]:
-        return resolve(self._paths, lambda directories: directories.entry_logs(), content_id_of)
+        return resolve(self.checked.paths(), BookieDirectories.entry_logs, content_id_of)
 
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         with EntryLogReader.open(path) as reader:
-            if not self._conditions.about_ledgers or self._may_hold_wanted(reader):
+            sizes = None
+            with suppress(CorruptRecord):
+                sizes = reader.ledgers_map() if self._conditions.about_ledgers else None
+            # A sound ledgers map without a wanted ledger: the log has no record to read.
+            if sizes is None or any(map(self._conditions.accepts_ledger, sizes)):
                 yield from _batches(reader, start, end, content=content)
-
-    def _may_hold_wanted(self, reader: EntryLogReader) -> bool:
-        """Return whether a wanted ledger may have records in this log; False only if a sound ledgers map has none."""
-        try:
-            sizes = reader.ledgers_map()
-        except CorruptRecord:
-            return True
-        return sizes is None or any(map(self._conditions.accepts_ledger, sizes))
 
 
 class OpenLogs:
@@ -328,16 +317,6 @@ class OpenLogs:
         """Close all of them."""
         for reader in self._readers.values():
             reader.close()
-
-
-class EntryLogSource(TableSource):
-    """The records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
-
-    A log whose ledgers map names none of the wanted ledgers is not read, so its damage is unseen. Unfinished files of
-    compactions in directories are skipped: their entries are in a log, too.
-    """
-
-    reads = EntryLogRecords
 
 
 def _batches(reader: EntryLogReader, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
@@ -389,27 +368,21 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 # --- journals ---------------------------------------------------------------------------------------------------------
 
 
-class JournalRecords(RecordReader):
-    """Plans and reads journals."""
-
-    id_name = "journalId"
-    source = "bookkeeper.journal"
-    is_written_in_place = True
-    on_request = (*RecordReader.on_request, "masterKey")
-
-    def list_places(self) -> list[Place]:
-        return resolve(self._paths, lambda directories: directories.journals(), journal_id_of)
-
-    def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
-        with JournalReader.open(path) as reader:
-            yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))
-
-
-class JournalSource(TableSource):
+class JournalSource(RecordSource):
     """The records of journals, as `bkctl journal read` prints them.
 
     `masterKey` is a column on request, and a secret. A journal may end inside a record, as when its bookie stopped; a
     replay ignores that record, and so does this source. Any other end is damage.
     """
 
-    reads = JournalRecords
+    id_name = "journalId"
+    source = "bookkeeper.journal"
+    is_written_in_place = True
+    on_request = (*RecordSource.on_request, "masterKey")
+
+    def list_places(self) -> list[Place]:
+        return resolve(self.checked.paths(), BookieDirectories.journals, journal_id_of)
+
+    def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
+        with JournalReader.open(path) as reader:
+            yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))

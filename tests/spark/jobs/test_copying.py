@@ -26,8 +26,7 @@ from bkctl.spark.jobs.copying import (
     copy_ledger,
     migrate_scope,
 )
-from bkctl.spark.sources.cluster_options import Client
-from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.options import Client, SourceOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,6 +19,7 @@ from support.engines import Engine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.metadata.cluster import open_cluster
+from bkctl.spark.engine import functions_of
 from bkctl.spark.facts.extraction import extract
 from bkctl.spark.facts.facts_store import FactsStore
 from bkctl.spark.facts.frames import Facts
@@ -173,8 +174,8 @@ def test_audit_finds_entries_behind_damage_by_their_index(
     rows = result.unlogged.collect()
     assert {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.logged) for row in rows} == expected
     assert len(rows) == len(expected)
-    counts = result.journals.groupBy().sum("unloggedCount", "unknownCount").first()
-    assert counts is not None
+    sums = (functions_of(result.journals).sum(name) for name in ("unloggedCount", "unknownCount"))
+    (counts,) = result.journals.agg(*sums).collect()
     words = [row[3] for row in expected]
     assert tuple(counts) == (words.count("no"), words.count("unknown"))
     result.release()

@@ -21,7 +21,7 @@ from bkctl.spark.engine import functions_of
 from bkctl.spark.facts import tables
 from bkctl.spark.local.session import LocalSession, local_session
 from bkctl.spark.sources.columns import TYPES, arrow_schema, arrow_schema_of, ddl
-from bkctl.spark.sources.records import RecordReader
+from bkctl.spark.sources.records import RecordSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -122,14 +122,14 @@ def test_error_of_a_source_keeps_its_class_and_message(session: LocalSession, lo
 def test_log_deleted_after_the_plan_is_an_error_or_damage(
     session: LocalSession, logs: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    plan = RecordReader.partitions
+    plan = RecordSource.partitions
 
-    def planned(reader: RecordReader) -> Any:
+    def planned(reader: RecordSource) -> Any:
         parts = plan(reader)
         (logs / "current" / "0.log").unlink()
         return parts
 
-    monkeypatch.setattr(RecordReader, "partitions", planned)
+    monkeypatch.setattr(RecordSource, "partitions", planned)
     frame = session.read.format("bookkeeper.entrylog").option("mode", mode).load([str(logs)])
     words = "0.log was deleted after the plan was made"
     if mode == "failfast":

@@ -27,7 +27,7 @@ from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.columns import ledger_values
-from bkctl.spark.sources.records import EntryLogRecords, EntryLogSource
+from bkctl.spark.sources.records import EntryLogSource
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
 V2, HUGE = LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)
@@ -510,23 +510,23 @@ def test_records_appended_by_running_bookie_are_ignored(tmp_path: Path, size: in
 
 def test_log_deleted_during_plan_restarts_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = write(tmp_path / "current" / "0.log", record(V1, 0), record(OTHER, 0))
-    listed = EntryLogRecords.list_places
+    listed = EntryLogSource.list_places
 
-    def compact_after_listing(self: EntryLogRecords) -> Any:
+    def compact_after_listing(self: EntryLogSource) -> Any:
         found = listed(self)
         if old.exists():
             write(tmp_path / "current" / "1.log", record(V1, 0))
             old.unlink()
         return found
 
-    monkeypatch.setattr(EntryLogRecords, "list_places", compact_after_listing)
+    monkeypatch.setattr(EntryLogSource, "list_places", compact_after_listing)
     assert [(row["logId"], row["ledgerId"]) for row in rows_of(EntryLogSource, path=tmp_path)] == [(1, 5)]
 
-    def always_one_too_many(self: EntryLogRecords) -> Any:
+    def always_one_too_many(self: EntryLogSource) -> Any:
         (place,) = listed(self)
         return [place, place._replace(path=f"{place.path}x")]
 
-    monkeypatch.setattr(EntryLogRecords, "list_places", always_one_too_many)
+    monkeypatch.setattr(EntryLogSource, "list_places", always_one_too_many)
     with pytest.raises(Conflict, match="was deleted while it was read"):
         Planned(EntryLogSource, path=tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,9 @@ from support.source_rows import struct_of
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import Conflict, NotEnoughBookies, UsageError
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter
-from bkctl.spark.sources.ledger_source import LedgerSource
-from bkctl.spark.sources.ledger_stream_sink import BatchWritten, LedgerStreamWriter, committed_ledgers
+from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten
+from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter, committed_ledgers
+from bkctl.spark.sources.ledgers import LedgerSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,12 +42,12 @@ class Query:
         made = LedgerSource(self._options).streamWriter(struct_of("`payload` binary"), False)
         return pickle.loads(pickle.dumps(made))
 
-    def task(self, batch: int, partition: int, *payloads: bytes) -> BatchWritten:
+    def task(self, batch: int, partition: int, *payloads: bytes) -> LedgerWritten:
         source = LedgerSource(self._options)
-        writer = LedgerWriter(source._settings, struct_of("`payload` binary"), False, batch=batch)
+        writer = LedgerWriter(source, struct_of("`payload` binary"), False, batch=batch)
         written = writer.write(rows(*payloads))
         written.partition = partition
-        return pickle.loads(pickle.dumps(BatchWritten(written, self._name)))
+        return pickle.loads(pickle.dumps(replace(written, query=self._name)))
 
     def contents(self) -> list[tuple[int, list[bytes]]]:
         found = committed_ledgers({**self._live.options, "ledgerScopeId": str(self.scope_id)})
