@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from bkctl import __version__
-from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.compaction_schedule import check_compaction_settings
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
 from bkctl.bookie.disk_space import DiskSpaceMonitor
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
+from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
     advertised_host,
@@ -94,7 +94,7 @@ class Bookie:
         self.state_manager = BookieStateManager(config, self.files, self.storage, self._give_up)
         self.registration = RegistrationManager(self.state_manager)
         self.space = DiskSpaceMonitor(self.files, self.storage, self.state_manager, self.registration)
-        self.commits = CommitDispatcher(self.storage, self.state_manager, self.metrics, self.space)
+        self.commits = GroupCommit(self.storage, self.state_manager, self.metrics, self.space)
         self.processor = RequestProcessor(self.files, self.storage, self.state_manager, self.commits, self.metrics)
         self.garbage_collector: GarbageCollectorThread | None = None
         server = self.server = self.processor.server

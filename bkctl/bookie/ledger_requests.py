@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.disk_space import total_usage
+from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.reads import EntryFetcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import WaitingRequests
@@ -48,7 +48,7 @@ class LedgerRequestHandler:
     _files: Files
     _storage: BookieStorage
     _state: BookieStateManager
-    _commits: CommitDispatcher
+    _commits: GroupCommit
     _reader: EntryFetcher
 
     def write_lac(self, request: WriteLacRequest, respond: Responder) -> None:
@@ -139,7 +139,7 @@ class AddHandler:
     """Puts entries into the storage's current batches; group commit answers them."""
 
     def __init__(
-        self, storage: BookieStorage, state: BookieStateManager, commits: CommitDispatcher, requests: WaitingRequests
+        self, storage: BookieStorage, state: BookieStateManager, commits: GroupCommit, requests: WaitingRequests
     ) -> None:
         self._storage = storage
         self._state = state
@@ -159,7 +159,7 @@ class AddHandler:
         answer = functools.partial(_answer_add, respond, ledger, entry_id)
         if deferred_sync and not recovery_add:  # as Apache's recoveryAddEntry, which acknowledges nothing unsynced
             self._storage.add(ledger, entry_id, master_key, body, None, recovery_add)
-            self._storage.when_written(ledger, lambda error: answer(_EOK if error is None else Status.EIO))
+            self._storage.when_written(ledger, answer)
         else:
             self._storage.add(ledger, entry_id, master_key, body, answer, recovery_add)
         self._commits.flush_soon()
@@ -181,17 +181,17 @@ class AddHandler:
             self._add_to_journal([run for run in runs if run.ledger.value % count == journal], answer)
 
     def _add_to_journal(self, runs: Sequence[AddRun], answer: AnswerAdds) -> None:
-        """Add the entries of ledgers that share a journal, for which one token stands in its batch."""
+        """Add the entries of ledgers that share a journal, which have one answer in its batch."""
         add_records, waiting = self._storage.add_records, self._waiting
         added: list[AddRun] = []
-        token = functools.partial(answer, added)
+        done = functools.partial(_answer_runs, answer, added)
         for run in runs:
             ledger, master_key, entry_ids, records, size, last_add_confirmed, _ = run
             if waiting and ledger in waiting:
                 waiting[ledger].append(functools.partial(self._add_run_later, run, answer))
                 continue
             try:
-                add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, token)
+                add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, done)
             except NeedsDisk as need:
                 self._requests.once_read(need, functools.partial(self._add_run_later, run, answer))
             except Exception as error:  # noqa: BLE001 - answered, logged and counted
@@ -210,5 +210,9 @@ class AddHandler:
             answer((run,), self._requests.status_after(AddRequest.__name__, failure))
 
 
-def _answer_add(respond: Responder, ledger: LedgerId, entry_id: int, status: Status) -> None:
-    respond(AddResponse(status, ledger, entry_id))
+def _answer_add(respond: Responder, ledger: LedgerId, entry_id: int, error: OSError | None) -> None:
+    respond(AddResponse(_EOK if error is None else Status.EIO, ledger, entry_id))
+
+
+def _answer_runs(answer: AnswerAdds, added: Sequence[AddRun], error: OSError | None) -> None:
+    answer(added, _EOK if error is None else Status.EIO)

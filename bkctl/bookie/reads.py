@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from bkctl.bookie.commit_dispatcher import CommitDispatcher
+from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import WaitingRequests, run_in_threads
@@ -293,7 +293,7 @@ class ReadHandler:
 
     _storage: BookieStorage
     _state: BookieStateManager
-    _commits: CommitDispatcher
+    _commits: GroupCommit
     _requests: WaitingRequests
     _reader: EntryFetcher
 

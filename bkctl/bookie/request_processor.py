@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from bkctl.bookie.commit_dispatcher import CommitDispatcher
+from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.ledger_requests import AddHandler, LedgerRequestHandler
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import server_limits, tls_context
@@ -42,7 +42,7 @@ class RequestProcessor:
         files: Files,
         storage: BookieStorage,
         state: BookieStateManager,
-        commits: CommitDispatcher,
+        commits: GroupCommit,
         metrics: BookieMetrics,
     ) -> None:
         config = state.config

@@ -5,7 +5,7 @@
     write_entries     writes what the entry logs hold in memory, unsynced (the entry log thread)
     checkpoints       entry logs synced → indexes synced → last marks → old journals deleted (the checkpoint thread)
 
-Its parts: OpenLedgers (the handles in memory), `commits` (a GroupCommit for each journal), `checkpoints`, and at start
+Its parts: OpenLedgers (the handles in memory), `commits` (the batches of each journal), `checkpoints`, and at start
 JournalReplay. `ledgers` is the storage behind the journals, of the class that the configuration names.
 Source: BookieImpl, LedgerDescriptorImpl, SyncThread; BP-35.
 """
@@ -43,8 +43,7 @@ from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.checkpoints import Checkpointer, LastMarkFiles
-from bkctl.storage.group_commit import Done, GroupCommit, JournalBatch
-from bkctl.storage.journal_writer import JournalWriter
+from bkctl.storage.journal_writer import Done, JournalBatch, JournalCommits, JournalWriter
 from bkctl.storage.ledger.factory import check_index, open_ledger_storage
 from bkctl.storage.ledger.ledger_handle import IsWanted, LedgerHandle, always
 from bkctl.storage.open_ledgers import OpenLedgers
@@ -100,7 +99,7 @@ class BookieStorage:
             self.ledgers, self._open_ledgers.evict, self.journals, self._last_marks, self._pins
         )
         self.commits = [
-            GroupCommit(self.journals, number, self._handles) for number in range(len(self.journal_directories))
+            JournalCommits(self.journals, number, self._handles) for number in range(len(self.journal_directories))
         ]
         #: The full disk's error that left replayed entries in memory in `open`, perhaps a journal without a file.
         self.no_space: OSError | None = None
@@ -190,10 +189,12 @@ class BookieStorage:
         entry_id: int,
         master_key: Buffer,
         body: Buffer,
-        token: object,
+        done: Done | None,
         recovery: bool = False,
     ) -> None:
-        """Add one entry, and queue it with `token` for its journal. As in Apache's bookie it may end behind its LAC.
+        """Add one entry, queue it for its journal, and call `done` once it is on disk.
+
+        As in Apache's bookie it may end behind its LAC.
 
         Raises Unauthorized (another master key), LedgerFenced (unless `recovery`; always if it is deleted too),
         BadRequest (ids or format of `body` are not the request's, or the master key is not 20 bytes),
@@ -212,7 +213,7 @@ class BookieStorage:
         if not fits or found_id != entry_id or not 0 <= entry_id <= self._entry_id_max:
             raise BadRequest(f"The body is not entry {entry_id} of ledger {ledger} in the format of its scope")
         record = record_of(body)
-        self.add_records(ledger, master_key, [entry_id], [record], len(record), lac, token, recovery)
+        self.add_records(ledger, master_key, [entry_id], [record], len(record), lac, done, recovery)
 
     def add_records(
         self,
@@ -222,12 +223,12 @@ class BookieStorage:
         records: Sequence[bytes],
         size: int,
         last_add_confirmed: int,
-        token: object,
+        done: Done | None,
         recovery: bool = False,
     ) -> None:
-        """Add entries, and queue them with `token` for their journal: `size` bytes in `records`, one an entry.
+        """Add entries, `size` bytes in `records`, one an entry; queue them, and call `done` once they are on disk.
 
-        One `token` may stand for entries of several ledgers that share a journal, added one after the other. The
+        `done` is called once for entries of several ledgers that share a journal, added one after the other. The
         caller has checked the bodies: they are these entries (0 … ENTRY_ID_MAX) of this ledger in the format of its
         scope, and `last_add_confirmed` is their highest LAC. Raises what `add` raises for each of them.
         """
@@ -256,10 +257,10 @@ class BookieStorage:
             batch.size += size
             if ledger[0]:
                 batch.scoped = True
-        # Last: a token in the batch gets the batch's outcome, so nothing may raise behind this.
-        if not batch.tokens or batch.tokens[-1] is not token:
-            batch.tokens.append(token)
         batch.count += len(records)
+        # Last: a caller in the batch gets the batch's outcome, so nothing may raise behind this.
+        if done is not None and (not batch.calls or batch.calls[-1] is not done):
+            batch.calls.append(done)
 
     def get(self, ledger: LedgerId) -> LedgerHandle | None:
         """Return the ledger's handle, None when it is not here. Raises OSError, Corrupt, Unsupported, NeedsDisk."""

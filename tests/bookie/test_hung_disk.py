@@ -15,6 +15,7 @@ from support.served_bookies import add, config_for, connected, digests, serving,
 from support.servers import DB, INTERLEAVED, SORTED
 from support.waiting import LIMIT_S
 
+from bkctl.bookie import group_commit
 from bkctl.bookie.reads import READ_THREADS
 from bkctl.bookie.waiting_requests import OPEN_THREADS
 from bkctl.disk import Files, StorageFile
@@ -33,7 +34,6 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage import group_commit
 from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
 from bkctl.storage.ledger.index_persistence import IndexPersistenceMgr
 
@@ -346,7 +346,7 @@ def test_journal_whose_disk_hangs_is_logged_while_clients_wait(
 def test_slow_group_of_a_journal_is_logged_once_a_minute(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(group_commit.GroupCommit, "_look", lambda _: None)
+    monkeypatch.setattr(group_commit.JournalThread, "_look", lambda _: None)
     monkeypatch.setattr(group_commit, "SLOW_GROUP_S", 3600)
 
     async def main() -> None:
