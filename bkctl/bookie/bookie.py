@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from bkctl import __version__
-from bkctl.bookie.compaction_schedule import check_compaction_settings
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
 from bkctl.bookie.disk_space import DiskSpaceMonitor
+from bkctl.bookie.entry_log_collection import check_compaction_settings
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.metrics import BookieMetrics
@@ -32,8 +32,7 @@ from bkctl.bookie.network import (
 )
 from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.request_processor import RequestProcessor
-from bkctl.bookie.state_manager import BookieStateManager
-from bkctl.bookie.stopping import StopDeadline
+from bkctl.bookie.state_manager import BookieStateManager, StopDeadline
 from bkctl.bookie.waiting_requests import LedgerDeleter
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files

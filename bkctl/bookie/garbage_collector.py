@@ -1,7 +1,7 @@
 """Garbage collection: deleted ledgers leave a bookie, and then their entries leave the entry logs.
 
 A round deletes ledgers (`scan_and_compare`), removes and compacts entry logs (`entry_log_collection`), as often as
-`compaction_schedule` says. Source: GarbageCollectorThread.
+its schedule says. Source: GarbageCollectorThread.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from bkctl.bookie.collector_metadata import CollectorMetadata, UnindexedLedgers
-from bkctl.bookie.collector_stats import GarbageCollectionStatus, GarbageCollectorStats
-from bkctl.bookie.compaction_schedule import MAJOR, MINOR, CompactionSchedule, ForcedRound
-from bkctl.bookie.entry_log_collection import EntryLogCollector
+from bkctl.bookie.collector_metadata import (
+    CollectorMetadata,
+    GarbageCollectionStatus,
+    GarbageCollectorStats,
+    UnindexedLedgers,
+)
+from bkctl.bookie.entry_log_collection import MAJOR, MINOR, CompactionSchedule, EntryLogCollector, ForcedRound
 from bkctl.bookie.scan_and_compare import ScanAndCompareGarbageCollector
 from bkctl.config import BookieConfig
 from bkctl.disk import Files

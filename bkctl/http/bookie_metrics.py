@@ -13,7 +13,7 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
-from bkctl.bookie.collector_stats import USAGE_BUCKETS
+from bkctl.bookie.collector_metadata import USAGE_BUCKETS
 from bkctl.bookie.metrics import REQUESTS, Latency, PrometheusText, metric_name, process_metrics
 from bkctl.protocol.messages import AddRequest, ReadRequest
 from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage, SingleDirectoryDbLedgerStorage

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from bkctl.checks.garbage import LogUse
     from bkctl.checks.log_check import LogCheck
     from bkctl.files.directories import BookieDirectories
-    from bkctl.files.listing import EntryLogSummary
-    from bkctl.files.record_filter import RecordFilter
+    from bkctl.files.listing import EntryLogSummary, RecordFilter
     from bkctl.files.scan import RecordBatch
     from bkctl.metadata.liveness import Liveness
 

@@ -17,7 +17,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
 from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
-from bkctl.bookie.compaction_schedule import (
+from bkctl.bookie.entry_log_collection import (
     MAJOR,
     MINOR,
     ForcedRound,

@@ -12,7 +12,7 @@ from support.golden import DATA, bookies
 from bkctl.config import BookieConfig
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, DirectoryInUse, NotFound
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.files.rocksdb_files import check_write_ahead_logs
+from bkctl.files.rocksdb_database import check_write_ahead_logs
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import LedgerData, ledger_key
 from bkctl.ids import LedgerId

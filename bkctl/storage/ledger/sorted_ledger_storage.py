@@ -23,7 +23,7 @@ from bkctl.errors import BkctlError, BookieIOError, Unsupported
 from bkctl.formats.index import ENTRY_ID_MAX, index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger
-from bkctl.storage.ledger.entry_mem_table import Snapshot
+from bkctl.storage.ledger.entry_reader import Snapshot
 from bkctl.storage.ledger.index_files import LedgerIndexFiles
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
