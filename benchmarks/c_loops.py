@@ -71,23 +71,8 @@ def without_take_entries() -> None:
     scan.compiled = None  # type: ignore[assignment]
 
 
-def without_sizes_by_ledger() -> None:
-    from bkctl.files import scan
-
-    compiled_sums = scan.RecordBatch.sizes_by_ledger
-
-    def sizes_by_ledger(self: scan.RecordBatch) -> dict[tuple[int, int], int]:
-        compiled, scan.compiled = scan.compiled, None  # type: ignore[assignment]
-        try:
-            return compiled_sums(self)
-        finally:
-            scan.compiled = compiled
-
-    scan.RecordBatch.sizes_by_ledger = sizes_by_ledger  # type: ignore[method-assign]
-
-
 PROTOCOL_LOOPS = ("take_requests", "answer_reads", "encode", "take_answers")
-FILE_LOOPS = ("take_entries", "sizes_by_ledger")
+FILE_LOOPS = ("take_entries",)
 
 
 def leave_out(loop: str) -> None:

@@ -173,7 +173,7 @@ class Bookie:
         Raises UsageError, and changes nothing, for settings that the bookie would not start with.
         """
         check_compaction_settings(config)
-        self.space.use(config)
+        self.space.disks.use(config)
         self.state_manager.config = config
         if self.garbage_collector is not None:
             self.garbage_collector.use(config)

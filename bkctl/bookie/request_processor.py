@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from bkctl.bookie.disk_space import total_usage
@@ -37,6 +36,7 @@ from bkctl.protocol.messages import (
     ReadLacResponse,
     ReadRequest,
     Request,
+    Response,
     Status,
     WriteLacRequest,
     WriteLacResponse,
@@ -47,111 +47,65 @@ from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_handle import NeedsDisk
 
 
-@dataclass(eq=False)
-class LedgerRequestHandler:
-    """Serves the requests that are rare beside adds and reads. Every method raises BkctlError for a refusal."""
+class RequestProcessor:
+    """Gives every request of the `server` to its handler, or queues it behind requests that wait for its ledger.
 
-    _files: Files
-    _storage: BookieStorage
-    _state: BookieStateManager
-    _commits: GroupCommit
-    _reader: EntryFetcher
-
-    def write_lac(self, request: WriteLacRequest, respond: Responder) -> None:
-        """Keep the explicit LAC in the packet; answer once it is on disk.
-
-        The request's own field may be older: Java's client sets it first and packs the LAC later.
-        """
-        if self._state.read_only:
-            raise self._state.refuse_writes()
-        ledger = request.ledger
-
-        def done(error: BaseException | None) -> None:
-            respond(WriteLacResponse(Status.EOK if error is None else Status.EIO, ledger))
-
-        self._storage.write_lac(ledger, request.master_key, request.body, done)
-        self._commits.flush_soon()
-
-    def read_lac(self, request: ReadLacRequest, respond: Responder) -> None:
-        """Answer the explicit LAC and the last entry."""
-        try:
-            handle = self._reader.handle(request.ledger)
-        except LedgerNotFound as error:
-            raise EntryNotFound(error.message) from error
-        lac_body = handle.explicit_lac or None
-        last_entry = self._storage.last_entry(handle)
-        if last_entry < 0:
-            # Apache's answer: an explicit LAC without any entry is an I/O error that carries the LAC.
-            respond(ReadLacResponse(Status.ENOENTRY if lac_body is None else Status.EIO, request.ledger, lac_body))
-            return
-        self._reader.read_entry(
-            handle,
-            last_entry,
-            request,
-            respond,
-            lambda body: respond(ReadLacResponse(Status.EOK, request.ledger, lac_body, body)),
-        )
-
-    def force(self, request: ForceLedgerRequest, respond: Responder) -> None:
-        """Answer once every earlier add of the ledger is on disk."""
-
-        def done(error: BaseException | None) -> None:
-            respond(ForceLedgerResponse(Status.EOK if error is None else Status.EIO, request.ledger))
-
-        self._storage.force(request.ledger, done)
-        self._commits.flush_soon()
-
-    def list_entries(self, request: ListEntriesRequest, respond: Responder) -> None:
-        """Answer the ids of a ledger's entries; a client that is gone ends the search."""
-        handle = self._reader.handle(request.ledger)
-
-        def prepare() -> Callable[[], bytes]:
-            listed = self._storage.availability(handle, lambda: not respond.is_lost)
-
-            def serialized() -> bytes:
-                if respond.is_congested:  # when its turn comes: answers that clients do not read hold the memory
-                    raise TooManyRequests("Unread answers hold as much memory as they may")
-                return listed()
-
-            return serialized
-
-        self._reader.prepared_in_thread(
-            prepare,
-            request,
-            respond,
-            lambda data: respond(ListEntriesResponse(Status.EOK, request.ledger, data)),
-            threads=self._reader.list_thread,
-        )
-
-    def bookie_info(self, request: BookieInfoRequest, respond: Responder) -> None:
-        """Answer the capacity and free space of the ledger directories' disks."""
-
-        def take(disks: DiskUsage) -> None:
-            requested = request.requested
-            total = disks.total if requested & BookieInfoFlags.TOTAL_DISK_CAPACITY else None
-            free = disks.free if requested & BookieInfoFlags.FREE_DISK_SPACE else None
-            respond(BookieInfoResponse(Status.EOK, total, free))
-
-        directories = self._storage.ledger_directories
-        self._reader.in_thread(
-            lambda: total_usage(self._files.disk_usage(directory) for directory in directories), request, respond, take
-        )
-
-
-_EOK: Final = Status.EOK
-
-
-class AddHandler:
-    """Puts entries into the storage's current batches; group commit answers them."""
+    The handlers of reads are in `reads`. Every handler raises BkctlError for a refusal. Creating a processor raises
+    UsageError or Unsupported for the TLS settings.
+    """
 
     def __init__(
-        self, storage: BookieStorage, state: BookieStateManager, commits: GroupCommit, requests: WaitingRequests
+        self,
+        files: Files,
+        storage: BookieStorage,
+        state: BookieStateManager,
+        commits: GroupCommit,
+        metrics: BookieMetrics,
     ) -> None:
-        self._storage = storage
-        self._state = state
-        self._commits = commits
-        self._requests = requests
-        self._waiting = requests.by_ledger
+        self._files, self._storage, self._state, self._commits = files, storage, state, commits
+        config = state.config
+        metrics.certificates["bookie"] = tls = tls_context(config)
+        self.server = BookieServer(self, tls=tls, requires_tls=config.tls_required, limits=server_limits(config))
+        self.requests = WaitingRequests(storage, state, metrics)
+        self.reader = EntryFetcher(storage, metrics, self.requests)
+        reads = ReadHandler(storage, state, commits, self.requests, self.reader)
+        self.polls = reads.polls
+        timed = self.requests.serve_timed
+        self._waiting = self.requests.by_ledger
+        self._handlers: dict[type, Handler] = {
+            AddRequest: self.add,
+            ReadRequest: reads.read,
+            BatchReadRequest: reads.read_batch,
+            WriteLacRequest: functools.partial(timed, "WRITE_LAC", self.write_lac),
+            ReadLacRequest: functools.partial(timed, "READ_LAC", self.read_lac),
+            ForceLedgerRequest: functools.partial(timed, "FORCE_LEDGER", self.force),
+            ListEntriesRequest: functools.partial(timed, "GET_LIST_OF_ENTRIES_OF_LEDGER", self.list_entries),
+            BookieInfoRequest: functools.partial(timed, "GET_BOOKIE_INFO", self.bookie_info),
+        }
+        # RunHandler's other methods.
+        self.adds_at_once: Callable[[], int] = commits.adds_at_once
+        self.handle_reads: Callable[[ReadRun, ReadRunResponder], None] = reads.read_run
+
+    def handle(self, request: Request, respond: Responder) -> None:
+        """Serve one request: `respond` is called once, now or later."""
+        handler = self._handlers[type(request)]
+        if self._waiting and getattr(request, "ledger", None) in self._waiting:
+            self.requests.serve_later(None, handler, request, respond)
+            return
+        # As WaitingRequests.serve, which would cost one more call for each request.
+        try:
+            handler(request, respond)
+        except NeedsDisk as need:
+            self.requests.serve_later(need, handler, request, respond)
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            self.requests.refuse(request, respond, error)
+
+    def stop_threads(self) -> None:
+        """Stop the threads that open ledgers and read, and wait for their ends. Blocks; not for the event loop."""
+        self.requests.stop()
+        self.reader.stop()
+
+    # --- adds: into the storage's current batches; group commit answers them -----------------------------------------
 
     def add(self, request: AddRequest, respond: Responder) -> None:
         """Serve one add. Raises ReadOnlyBookie, TooManyRequests and the errors of `BookieStorage.add`."""
@@ -162,7 +116,7 @@ class AddHandler:
         assert not isinstance(body, tuple)
         if self._commits.is_behind and not high_priority:
             self._commits.check_pending()
-        answer = functools.partial(_answer_add, respond, ledger, entry_id)
+        answer = functools.partial(_answer, respond, AddResponse, (ledger, entry_id))
         if deferred_sync and not recovery_add:  # as Apache's recoveryAddEntry, which acknowledges nothing unsynced
             self._storage.add(ledger, entry_id, master_key, body, None, recovery_add)
             self._storage.when_written(ledger, answer)
@@ -170,7 +124,7 @@ class AddHandler:
             self._storage.add(ledger, entry_id, master_key, body, answer, recovery_add)
         self._commits.flush_soon()
 
-    def add_runs(self, runs: Sequence[AddRun], answer: AnswerAdds) -> None:
+    def handle_adds(self, runs: Sequence[AddRun], answer: AnswerAdds) -> None:
         """Serve runs of plain adds; each gets one answer, together with others where they share a journal.
 
         Raises ReadOnlyBookie and TooManyRequests.
@@ -199,9 +153,9 @@ class AddHandler:
             try:
                 add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, done)
             except NeedsDisk as need:
-                self._requests.once_read(need, functools.partial(self._add_run_later, run, answer))
+                self.requests.once_read(need, functools.partial(self._add_run_later, run, answer))
             except Exception as error:  # noqa: BLE001 - answered, logged and counted
-                answer((run,), self._requests.status_after(AddRequest.__name__, error))
+                answer((run,), self.requests.status_after(AddRequest.__name__, error))
             else:
                 added.append(run)
         if added:
@@ -211,74 +165,93 @@ class AddHandler:
         try:
             if error is not None:
                 raise error
-            self.add_runs((run,), answer)
+            self.handle_adds((run,), answer)
         except Exception as failure:  # noqa: BLE001 - answered, logged and counted
-            answer((run,), self._requests.status_after(AddRequest.__name__, failure))
+            answer((run,), self.requests.status_after(AddRequest.__name__, failure))
+
+    # --- requests that are rare beside adds and reads ----------------------------------------------------------------
+
+    def write_lac(self, request: WriteLacRequest, respond: Responder) -> None:
+        """Keep the explicit LAC in the packet; answer once it is on disk.
+
+        The request's own field may be older: Java's client sets it first and packs the LAC later.
+        """
+        if self._state.read_only:
+            raise self._state.refuse_writes()
+        done = functools.partial(_answer, respond, WriteLacResponse, (request.ledger,))
+        self._storage.write_lac(request.ledger, request.master_key, request.body, done)
+        self._commits.flush_soon()
+
+    def read_lac(self, request: ReadLacRequest, respond: Responder) -> None:
+        """Answer the explicit LAC and the last entry."""
+        try:
+            handle = self.reader.handle(request.ledger)
+        except LedgerNotFound as error:
+            raise EntryNotFound(error.message) from error
+        lac_body = handle.explicit_lac or None
+        last_entry = self._storage.last_entry(handle)
+        if last_entry < 0:
+            # Apache's answer: an explicit LAC without any entry is an I/O error that carries the LAC.
+            respond(ReadLacResponse(Status.ENOENTRY if lac_body is None else Status.EIO, request.ledger, lac_body))
+            return
+        self.reader.read_entry(
+            handle,
+            last_entry,
+            request,
+            respond,
+            lambda body: respond(ReadLacResponse(Status.EOK, request.ledger, lac_body, body)),
+        )
+
+    def force(self, request: ForceLedgerRequest, respond: Responder) -> None:
+        """Answer once every earlier add of the ledger is on disk."""
+        self._storage.force(request.ledger, functools.partial(_answer, respond, ForceLedgerResponse, (request.ledger,)))
+        self._commits.flush_soon()
+
+    def list_entries(self, request: ListEntriesRequest, respond: Responder) -> None:
+        """Answer the ids of a ledger's entries; a client that is gone ends the search."""
+        handle = self.reader.handle(request.ledger)
+
+        def prepare() -> Callable[[], bytes]:
+            listed = self._storage.availability(handle, lambda: not respond.is_lost)
+
+            def serialized() -> bytes:
+                if respond.is_congested:  # when its turn comes: answers that clients do not read hold the memory
+                    raise TooManyRequests("Unread answers hold as much memory as they may")
+                return listed()
+
+            return serialized
+
+        self.reader.in_thread(
+            prepare,
+            request,
+            respond,
+            lambda data: respond(ListEntriesResponse(Status.EOK, request.ledger, data)),
+            threads=self.reader.list_thread,
+        )
+
+    def bookie_info(self, request: BookieInfoRequest, respond: Responder) -> None:
+        """Answer the capacity and free space of the ledger directories' disks."""
+
+        def take(disks: DiskUsage) -> None:
+            requested = request.requested
+            total = disks.total if requested & BookieInfoFlags.TOTAL_DISK_CAPACITY else None
+            free = disks.free if requested & BookieInfoFlags.FREE_DISK_SPACE else None
+            respond(BookieInfoResponse(Status.EOK, total, free))
+
+        def usage() -> DiskUsage:
+            return total_usage(map(self._files.disk_usage, self._storage.ledger_directories))
+
+        self.reader.in_thread(lambda: usage, request, respond, take)
 
 
-def _answer_add(respond: Responder, ledger: LedgerId, entry_id: int, error: OSError | None) -> None:
-    respond(AddResponse(_EOK if error is None else Status.EIO, ledger, entry_id))
+_EOK: Final = Status.EOK
+
+
+def _answer(
+    respond: Responder, kind: Callable[..., Response], ids: tuple[LedgerId | int, ...], error: OSError | None
+) -> None:
+    respond(kind(_EOK if error is None else Status.EIO, *ids))
 
 
 def _answer_runs(answer: AnswerAdds, added: Sequence[AddRun], error: OSError | None) -> None:
     answer(added, _EOK if error is None else Status.EIO)
-
-
-class RequestProcessor:
-    """Gives every request of the `server` to its handler, or queues it behind requests that wait for its ledger.
-
-    Raises UsageError or Unsupported for the TLS settings.
-    """
-
-    def __init__(
-        self,
-        files: Files,
-        storage: BookieStorage,
-        state: BookieStateManager,
-        commits: GroupCommit,
-        metrics: BookieMetrics,
-    ) -> None:
-        config = state.config
-        metrics.certificates["bookie"] = tls = tls_context(config)
-        self.server = BookieServer(self, tls=tls, requires_tls=config.tls_required, limits=server_limits(config))
-        self.requests = WaitingRequests(storage, state, metrics)
-        self.reader = EntryFetcher(storage, metrics, self.requests)
-        self._reads = ReadHandler(storage, state, commits, self.requests, self.reader)
-        self.polls = self._reads.polls
-        adds = AddHandler(storage, state, commits, self.requests)
-        ledgers = LedgerRequestHandler(files, storage, state, commits, self.reader)
-        timed = self.requests.serve_timed
-        self._waiting = self.requests.by_ledger
-        self._handlers: dict[type, Handler] = {
-            AddRequest: adds.add,
-            ReadRequest: self._reads.read,
-            BatchReadRequest: self._reads.read_batch,
-            WriteLacRequest: functools.partial(timed, "WRITE_LAC", ledgers.write_lac),
-            ReadLacRequest: functools.partial(timed, "READ_LAC", ledgers.read_lac),
-            ForceLedgerRequest: functools.partial(timed, "FORCE_LEDGER", ledgers.force),
-            ListEntriesRequest: functools.partial(timed, "GET_LIST_OF_ENTRIES_OF_LEDGER", ledgers.list_entries),
-            BookieInfoRequest: functools.partial(timed, "GET_BOOKIE_INFO", ledgers.bookie_info),
-        }
-        # RunHandler's methods.
-        self.handle_adds: Callable[[Sequence[AddRun], AnswerAdds], None] = adds.add_runs
-        self.adds_at_once: Callable[[], int] = commits.adds_at_once
-        self.handle_reads: Callable[[ReadRun, ReadRunResponder], None] = self._reads.read_run
-
-    def handle(self, request: Request, respond: Responder) -> None:
-        """Serve one request: `respond` is called once, now or later."""
-        handler = self._handlers[type(request)]
-        if self._waiting and getattr(request, "ledger", None) in self._waiting:
-            self.requests.serve_later(None, handler, request, respond)
-            return
-        # As WaitingRequests.serve, which would cost one more call for each request.
-        try:
-            handler(request, respond)
-        except NeedsDisk as need:
-            self.requests.serve_later(need, handler, request, respond)
-        except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            self.requests.refuse(request, respond, error)
-
-    def stop_threads(self) -> None:
-        """Stop the threads that open ledgers and read, and wait for their ends. Blocks; not for the event loop."""
-        self.requests.stop()
-        self.reader.stop()

@@ -243,7 +243,7 @@ METRICS: Final = (
         _journals(lambda journal: journal.metrics.written_bytes)),
     Meter("bookie_ledger_num_dirs", "gauge", "Ledger directories.", lambda b: len(b.storage.ledger_directories)),
     Meter("bookie_ledger_writable_dirs", "gauge", "Ledger directories that take new files.",
-        lambda b: b.space.not_full_count),
+        lambda b: b.space.disks.not_full_count),
     Meter("bookie_ledger_dir_{dir}_usage", "gauge", "Percent of the disk of a ledger directory that is used.",
         lambda b: _usages(b, list(b.storage.ledger_directories))),
     Meter("{gc}_MAJOR_COMPACTION_TOTAL", "counter", "Major compactions.", _collected("major_compactions")),

@@ -42,7 +42,7 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.checkpoints import Checkpointer, LastMarkFiles
+from bkctl.storage.checkpoints import Checkpointer
 from bkctl.storage.journal_writer import Done, JournalBatch, JournalCommits, JournalWriter
 from bkctl.storage.ledger.factory import check_index, open_ledger_storage
 from bkctl.storage.ledger.ledger_handle import IsWanted, LedgerHandle, always
@@ -88,7 +88,6 @@ class BookieStorage:
         self.journals: list[JournalWriter] = []
         self._open_ledgers = OpenLedgers(self.ledgers, self.journals, len(self.journal_directories))
         self.supplied = self._open_ledgers.supplied
-        self._last_marks = LastMarkFiles(self.files, self.ledger_directories, len(self.journal_directories))
         #: (entries, records skipped for want of a ledger key) of the replay at start.
         self.replayed = (0, 0)
         #: Ledgers whose state `open` could not read, so that it could not replay their records, and why.
@@ -96,7 +95,7 @@ class BookieStorage:
         #: By journal number: the place before the first record of a set-aside ledger. The mark stays there.
         self._pins: dict[int, journal_formats.LogMark] = {}
         self.checkpoints = Checkpointer(
-            self.ledgers, self._open_ledgers.evict, self.journals, self._last_marks, self._pins
+            self.ledgers, self._open_ledgers.evict, self.journals, len(self.journal_directories), self._pins
         )
         self.commits = [
             JournalCommits(self.journals, number, self._handles) for number in range(len(self.journal_directories))
@@ -135,7 +134,7 @@ class BookieStorage:
     def _replay(self) -> tuple[journal_formats.LogMark, ...]:
         self._open_ledgers.has_scoped = self.ledgers.has_scoped_ledgers()
         replay = JournalReplay(self.config, self.ledgers, self._open_ledgers)
-        marks = replay.run(self.journal_directories, self._last_marks)
+        marks = replay.run(self.journal_directories)
         self.replayed = (replay.entry_count, replay.skipped_count)
         self._pins.update(replay.pins)
         self.no_space = replay.no_space
@@ -177,7 +176,7 @@ class BookieStorage:
         held = self.checkpoints.held
         for number, journal in enumerate(self.journals):
             if number not in held:
-                journal.make_downgradable(functools.partial(self._last_marks.write, number))
+                journal.make_downgradable(functools.partial(self.checkpoints.write_mark, number))
             journal.close()
         self.ledgers.close()
 

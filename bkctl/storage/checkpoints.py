@@ -7,56 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bkctl.disk import NO_SPACE, Files
-from bkctl.files.journal import read_last_mark
+from bkctl.disk import NO_SPACE
 from bkctl.formats.journal import LAST_MARK, LogMark, last_mark_name
 from bkctl.storage.journal_writer import JournalWriter
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
-
-
-class LastMarkFiles:
-    """The `lastMark` files: the place in each journal up to which ledger storage has everything."""
-
-    def __init__(self, files: Files, directories: Sequence[Path], journal_count: int) -> None:
-        self._files = files
-        self._directories = directories
-        self._journal_count = journal_count
-
-    def read(self, number: int) -> LogMark:
-        """Return the mark of journal `number`: the highest in any ledger directory. Raises OSError, Corrupt."""
-        return read_last_mark(self._directories, number, self._journal_count)
-
-    def write(self, number: int, mark: LogMark) -> None:
-        """Write the mark of journal `number` to every ledger directory. Raises OSError.
-
-        A full directory may miss it, for the highest mark counts; at least one must have it.
-        """
-        name = last_mark_name(number, self._journal_count)
-        full: OSError | None = None
-        written = 0
-        for directory in self._directories:
-            try:
-                self._write_to(directory / name, mark)
-                written += 1
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                full = error
-        if full is not None and not written:
-            raise full
-
-    def _write_to(self, path: Path, mark: LogMark) -> None:
-        is_new = not path.exists()
-        with self._files.open(path, create=True) as file:
-            file.write(0, (mark.serialize(),))
-            if file.size() != LAST_MARK.size:
-                file.truncate(LAST_MARK.size)
-            file.sync()
-        if is_new:
-            self._files.sync_directory(path.parent)
 
 
 @dataclass(slots=True)
@@ -74,13 +30,14 @@ class Checkpointer:
 
     `marks_written` are in the `lastMark` files at present. A journal in `_pins` keeps its mark there, for records that
     the last start could not replay; so does a journal with records of a ledger that the last flush could not write.
-    `_evict` lets handles leave memory once the disk has their changes.
+    `_evict` lets handles leave memory once the disk has their changes. `_journals` are those of `_journal_count`
+    directories once the storage is open.
     """
 
     _storage: LedgerStorage[Any]
     _evict: Callable[[], None]
     _journals: Sequence[JournalWriter]
-    _last_marks: LastMarkFiles
+    _journal_count: int
     _pins: Mapping[int, LogMark]
     marks_written: tuple[LogMark, ...] = ()
 
@@ -109,9 +66,32 @@ class Checkpointer:
         )
         for number, (mark, written) in enumerate(zip(checkpoint.marks, self.marks_written, strict=True)):
             if mark != written:
-                self._last_marks.write(number, mark)
+                self.write_mark(number, mark)
         for journal, mark in zip(self._journals, checkpoint.marks, strict=True):
             journal.forget_before(mark)
+
+    def write_mark(self, number: int, mark: LogMark) -> None:
+        """Write the last mark of journal `number` to every ledger directory. Raises OSError.
+
+        A full directory may miss it, for the highest mark counts; at least one must have it.
+        """
+        files, directories = self._storage.files, self._storage.ledger_directories
+        full: list[OSError] = []
+        for directory in directories:
+            path = directory / last_mark_name(number, self._journal_count)
+            is_new = not path.exists()
+            try:
+                with files.open(path, create=True) as file:
+                    file.write(0, (mark.serialize(),))
+                    if file.size() != LAST_MARK.size:
+                        file.truncate(LAST_MARK.size)
+                    file.sync()
+                if is_new:
+                    files.sync_directory(directory)
+            except OSError as error:
+                full.append(error)
+                if error.errno not in NO_SPACE or len(full) == len(directories):
+                    raise
 
     def end(self, checkpoint: Checkpoint, *, written: bool) -> None:
         """Record that `checkpoint` is on disk, or failed: then the next one writes everything again."""
