@@ -352,6 +352,7 @@ class ReadHandler:
         """Fence the ledger, and `read` what is asked for once that is on disk. Raises Unauthorized."""
         if request.master_key is None:
             raise Unauthorized(f"Fencing ledger {request.ledger} needs its master key")
+        handle: LedgerHandle
 
         def done(error: BaseException | None) -> None:
             if error is not None:

@@ -135,9 +135,6 @@ class BookieStateManager:
                 log.warning("The bookie's mode cannot be kept in %s: %s", directory, error)
 
 
-log: Final = logging.getLogger("bkctl.bookie")
-
-
 class StopDeadline:
     """Runs the blocking steps of a stop in threads, until `by_s` (of time.monotonic) at most."""
 

@@ -22,8 +22,7 @@ from bkctl.errors import BookieIOError, LedgerFenced
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
-from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.checkpoints import Checkpoint
+from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
 
 SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6").split(",")]
 #: The same ledger id in three scopes, and neighbours.
