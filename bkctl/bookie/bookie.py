@@ -33,13 +33,12 @@ from bkctl.bookie.network import (
 from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.request_processor import RequestProcessor
 from bkctl.bookie.state_manager import BookieStateManager, StopDeadline
-from bkctl.bookie.waiting_requests import LedgerDeleter
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
 from bkctl.errors import BkctlError, TimedOut, UsageError
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.formats.names import DIRTY_NAME
-from bkctl.ids import check_bookie_id
+from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.cluster import (
     BOOKIE_RPC_PROTOCOL,
     HTTP_ENDPOINT_ID,
@@ -279,14 +278,17 @@ class Bookie:
 
     def _create_collector(self, cluster: Cluster) -> GarbageCollectorThread:
         cookie = read_directory(self.config.ledger_directories[0])
-        self.deleter = LedgerDeleter(self.storage, self.state_manager, self.processor.requests)
+
+        def delete(ledgers: Sequence[LedgerId]) -> int:
+            return asyncio.run_coroutine_threadsafe(self.processor.requests.delete_all(ledgers), self._loop).result()
+
         self.garbage_collector = GarbageCollectorThread(
             self.config,
             self.storage.ledgers,
             cluster,
             bookie_id=self.bookie_id,
             instance_id=(cookie and cookie.instance_id) or "",
-            delete=self.deleter.delete_from_thread,
+            delete=delete,
             checkpoint=self.commits.checkpoints.run_from_thread,
             files=self.files,
         )

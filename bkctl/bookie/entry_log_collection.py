@@ -47,15 +47,8 @@ class CompactionSettings(NamedTuple):
     @classmethod
     def of(cls, config: BookieConfig, kind: str) -> CompactionSettings:
         """Return the settings of major or minor compaction."""
-        if kind == MAJOR:
-            return cls(
-                config.major_compaction_threshold,
-                config.major_compaction_interval,
-                config.major_compaction_max_time_millis,
-            )
-        return cls(
-            config.minor_compaction_threshold, config.minor_compaction_interval, config.minor_compaction_max_time_millis
-        )
+        names = ("threshold", "interval", "max_time_millis")
+        return cls(*(getattr(config, f"{kind}_compaction_{name}") for name in names))
 
     @property
     def is_enabled(self) -> bool:

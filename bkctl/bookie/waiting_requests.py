@@ -211,19 +211,7 @@ class WaitingRequests:
             log.warning("Refused a request, %s: %s. More such refusals are not logged for a minute", name, error)
         return status
 
-
-class LedgerDeleter:
-    """Deletes ledgers in the event loop that it was created in, each behind the requests that wait for it."""
-
-    def __init__(self, storage: BookieStorage, state: BookieStateManager, requests: WaitingRequests) -> None:
-        self._storage = storage
-        self._state = state
-        self._requests = requests
-        self._loop = asyncio.get_running_loop()
-
-    def delete_from_thread(self, ledgers: Sequence[LedgerId]) -> int:
-        """Run `delete_all` from another thread than the event loop's."""
-        return asyncio.run_coroutine_threadsafe(self.delete_all(ledgers), self._loop).result()
+    # --- deletions, each behind the requests that wait for its ledger -------------------------------------------------
 
     async def delete_all(self, ledgers: Sequence[LedgerId]) -> int:
         """Delete ledgers, one a turn of the loop; return how many there were.
@@ -247,7 +235,7 @@ class LedgerDeleter:
 
     def delete(self, ledger: LedgerId) -> asyncio.Future[None]:
         """Delete a ledger; the future raises LedgerNotFound, OSError or BkctlError."""
-        deleted: asyncio.Future[None] = self._loop.create_future()
+        deleted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def delete(error: BaseException | None = None) -> None:
             is_damaged = isinstance(error, Corrupt | Unsupported)
@@ -256,14 +244,14 @@ class LedgerDeleter:
                     raise error
                 self._storage.delete_ledger(ledger, is_damaged=is_damaged)
             except NeedsDisk as need:
-                self._requests.once_read(need, delete)
+                self.once_read(need, delete)
             except Exception as failure:  # noqa: BLE001 - raised by the future
                 deleted.set_exception(failure)
             else:
-                self._requests.unreadable.discard(ledger)
+                self.unreadable.discard(ledger)
                 deleted.set_result(None)
 
-        waiting = self._requests.by_ledger.get(ledger)
+        waiting = self.by_ledger.get(ledger)
         if waiting is not None:
             waiting.append(delete)
         else:

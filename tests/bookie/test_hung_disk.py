@@ -231,7 +231,7 @@ def test_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
             early = [asyncio.ensure_future(connection.send(each)) for each in (add(ledger, 2), ReadRequest(ledger, 2))]
             while not disk.waiting or len(bookie.processor.requests.by_ledger.get(ledger, ())) < 2:
                 await asyncio.sleep(0.001)
-            deletion = asyncio.ensure_future(bookie.deleter.delete_all([ledger]))
+            deletion = asyncio.ensure_future(bookie.processor.requests.delete_all([ledger]))
             await asyncio.sleep(0)
             late = []
             for each in (ReadRequest(ledger, 0), add(ledger, 7), ReadRequest(ledger, 7), ReadRequest(ledger, 1)):
@@ -305,7 +305,7 @@ def test_index_that_cannot_be_read_answers_all_that_wait_for_it(
                 ]  # fmt: skip
                 assert set(await statuses(connection, *requests)) == {Status.EIO}
                 with pytest.raises(OSError, match="Input/output"):
-                    await bookie.deleter.delete(ledger)
+                    await bookie.processor.requests.delete(ledger)
         async with connected(bookie) as connection:
             assert await statuses(connection, add(ledger, 2), ReadRequest(ledger, 0)) == [Status.EOK, Status.EOK]
             assert not bookie.processor.requests.by_ledger
