@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
 from bkctl.bookie.collector_metadata import USAGE_BUCKETS
 from bkctl.bookie.metrics import REQUESTS, Latency, PrometheusText, metric_name, process_metrics
+from bkctl.bookie.waiting_requests import NAMED_MAX
 from bkctl.protocol.messages import AddRequest, ReadRequest
 from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage, SingleDirectoryDbLedgerStorage
 from bkctl.summaries import Summary
@@ -189,9 +190,9 @@ METRICS: Final = (
     Meter(REFUSED_LEDGERS, "gauge", "Ledgers that accept no entries: the disk refused their index.",
         lambda b: len(b.storage.ledgers.unwritten)),
     Meter(UNREADABLE_LEDGERS, "gauge", "Ledgers of which a read failed within the last day; 1,000 at most.",
-        lambda b: b.processor.requests.unreadable.count()),
+        lambda b: len(b.processor.requests.unreadable)),
     Meter(UNREADABLE_LEDGER, "gauge", "1 of a ledger whose read failed last; ten of them.",
-        lambda b: [(1, {"ledger": str(each)}) for each in b.processor.requests.unreadable.newest()]),
+        lambda b: [(1, {"ledger": str(each)}) for each in b.processor.requests.unreadable.newest(NAMED_MAX)]),
     Meter(UNREGISTERED_SECONDS, "gauge", "Seconds since the bookie last found its registration; 0 while it finds it.",
         lambda b: round(b.registration.lost_s, 3)),
     Meter(CLOCK_SECONDS, "gauge", "The bookie's clock, in seconds since 1970.", lambda b: round(time.time(), 3)),
