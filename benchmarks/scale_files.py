@@ -41,7 +41,7 @@ from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.storage.ledger.factory import open_ledger_storage
+from bkctl.storage.bookie_storage import open_ledger_storage
 from bkctl.storage.ledger.ledger_storage import run_flush
 
 ENTRIES = 3

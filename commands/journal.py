@@ -34,7 +34,7 @@ from .kit.values import tap
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
     from bkctl.files.journals import JournalStatistics
-    from bkctl.files.record_filter import RecordFilter
+    from bkctl.files.listing import RecordFilter
     from bkctl.files.scan import RecordBatch
 
 app = group()

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from bkctl import __version__
-from bkctl.bookie.commit_dispatcher import CommitDispatcher
-from bkctl.bookie.compaction_schedule import check_compaction_settings
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
 from bkctl.bookie.disk_space import DiskSpaceMonitor
+from bkctl.bookie.entry_log_collection import check_compaction_settings
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
+from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import (
     advertised_host,
@@ -32,15 +32,13 @@ from bkctl.bookie.network import (
 )
 from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.request_processor import RequestProcessor
-from bkctl.bookie.state_manager import BookieStateManager
-from bkctl.bookie.stopping import StopDeadline
-from bkctl.bookie.waiting_requests import LedgerDeleter
+from bkctl.bookie.state_manager import BookieStateManager, StopDeadline
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
 from bkctl.errors import BkctlError, TimedOut, UsageError
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.formats.names import DIRTY_NAME
-from bkctl.ids import check_bookie_id
+from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.cluster import (
     BOOKIE_RPC_PROTOCOL,
     HTTP_ENDPOINT_ID,
@@ -94,7 +92,7 @@ class Bookie:
         self.state_manager = BookieStateManager(config, self.files, self.storage, self._give_up)
         self.registration = RegistrationManager(self.state_manager)
         self.space = DiskSpaceMonitor(self.files, self.storage, self.state_manager, self.registration)
-        self.commits = CommitDispatcher(self.storage, self.state_manager, self.metrics, self.space)
+        self.commits = GroupCommit(self.storage, self.state_manager, self.metrics, self.space)
         self.processor = RequestProcessor(self.files, self.storage, self.state_manager, self.commits, self.metrics)
         self.garbage_collector: GarbageCollectorThread | None = None
         server = self.server = self.processor.server
@@ -174,7 +172,7 @@ class Bookie:
         Raises UsageError, and changes nothing, for settings that the bookie would not start with.
         """
         check_compaction_settings(config)
-        self.space.use(config)
+        self.space.disks.use(config)
         self.state_manager.config = config
         if self.garbage_collector is not None:
             self.garbage_collector.use(config)
@@ -280,14 +278,17 @@ class Bookie:
 
     def _create_collector(self, cluster: Cluster) -> GarbageCollectorThread:
         cookie = read_directory(self.config.ledger_directories[0])
-        self.deleter = LedgerDeleter(self.storage, self.state_manager, self.processor.requests)
+
+        def delete(ledgers: Sequence[LedgerId]) -> int:
+            return asyncio.run_coroutine_threadsafe(self.processor.requests.delete_all(ledgers), self._loop).result()
+
         self.garbage_collector = GarbageCollectorThread(
             self.config,
             self.storage.ledgers,
             cluster,
             bookie_id=self.bookie_id,
             instance_id=(cookie and cookie.instance_id) or "",
-            delete=self.deleter.delete_from_thread,
+            delete=delete,
             checkpoint=self.commits.checkpoints.run_from_thread,
             files=self.files,
         )

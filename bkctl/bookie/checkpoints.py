@@ -16,8 +16,7 @@ from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import disk_failure
 from bkctl.errors import BkctlError
-from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.checkpoints import Checkpoint
+from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
 
 log: Final = logging.getLogger("bkctl.bookie")
 

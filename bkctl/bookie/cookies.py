@@ -75,7 +75,7 @@ def _compare(config: BookieConfig, cookie: Cookie, other: Cookie, what: str) -> 
     allowed = config.allow_storage_expansion
     differences, hint = [str(change) for change in changes if not (allowed and change.is_expansion)], _HINT
     if changes and not differences and config.ledger_storage == "db":
-        from bkctl.storage.ledger.factory import database_in_use
+        from bkctl.storage.bookie_storage import database_in_use
 
         database = database_in_use(Path(directory) / CURRENT for directory in config.index_or_ledger_directories)
         if database is not None:

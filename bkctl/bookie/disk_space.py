@@ -69,6 +69,7 @@ class DiskWatch:
 
     @property
     def not_full_count(self) -> int:
+        """The number of ledger directories below the threshold. Source: LedgerDirsManager's writable directories."""
         return len(self._ledgers.writable)
 
     def look(self) -> DiskState:
@@ -153,24 +154,15 @@ class DiskSpaceMonitor:
     def start(self) -> None:
         """Raise UsageError for thresholds that contradict each other."""
         storage = self._storage
-        self._disks = DiskWatch(self._state.config, self._files, storage.ledger_directories, storage.index_directories)
-
-    def use(self, config: BookieConfig) -> None:
-        """Take the thresholds of `config` from now on. Raises UsageError, and changes nothing, as `start` does."""
-        self._disks.use(config)
-
-    @property
-    def not_full_count(self) -> int:
-        """The number of ledger directories below the threshold. Source: LedgerDirsManager's writable directories."""
-        return self._disks.not_full_count
+        self.disks = DiskWatch(self._state.config, self._files, storage.ledger_directories, storage.index_directories)
 
     def check(self) -> None:
         """Look at the disks in the calling thread. Raises OSError."""
-        self._apply(self._disks.look())
+        self._apply(self.disks.look())
 
     async def check_in_thread(self) -> None:
         """Look at the disks without holding the event loop. Raises OSError."""
-        self._apply(await asyncio.to_thread(self._disks.look))
+        self._apply(await asyncio.to_thread(self.disks.look))
 
     def _apply(self, disks: DiskState) -> None:
         state = self._state

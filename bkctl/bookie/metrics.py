@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from bkctl.summaries import QUANTILES, Summary
 
 if TYPE_CHECKING:
     from bkctl.metadata.refreshed_tls import RefreshedContext
-    from bkctl.storage.group_commit import CommittedGroup
+    from bkctl.storage.journal_writer import JournalBatch
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -59,16 +59,18 @@ class JournalMetrics:
         self.group_bytes = Summary()
         self.written_bytes = 0
 
-    def group_settled(self, group: CommittedGroup, now_s: float) -> None:
-        """Add a group that was written and synced, or failed."""
-        for batch in group.batches:
-            self.add.observe(now_s - batch.put_s, batch.count, ok=group.error is None)
-        self.queue.observe(group.waited_s)
-        self.sync.observe(group.took_s, ok=group.error is None)
-        self.group_entries.observe(group.entry_count)
-        self.group_bytes.observe(group.size)
-        if group.error is None:
-            self.written_bytes += group.size
+    def group_settled(
+        self, batches: Sequence[JournalBatch], began_s: float, took_s: float, now_s: float, *, ok: bool
+    ) -> None:
+        """Add batches that were written and synced as one group, or failed."""
+        for batch in batches:
+            self.add.observe(now_s - batch.put_s, batch.count, ok=ok)
+        self.queue.observe(began_s - batches[0].put_s)
+        self.sync.observe(took_s, ok=ok)
+        self.group_entries.observe(sum(batch.count for batch in batches))
+        size = sum(batch.size for batch in batches)
+        self.group_bytes.observe(size)
+        self.written_bytes += size if ok else 0
 
 
 class BookieMetrics:
@@ -87,7 +89,6 @@ class BookieMetrics:
         self.requests = {name: Latency() for name in REQUESTS}
         #: Exceptions that neither a disk, a format nor a request explains: faults of this program, logged each.
         self.unexpected_errors = 0
-        self.journals: list[JournalMetrics] = []
         #: Connected clients, and the bytes of their unfinished requests.
         self.clients: Callable[[], tuple[int, int]] = lambda: (0, 0)
         #: Connections that a server ended or turned away, by server (`bookie`, `http`) and reason.

@@ -25,7 +25,7 @@ from bkctl.formats.names import CURRENT
 from bkctl.metadata.refreshed_tls import RefreshedContext
 from bkctl.metadata.store import client_tls, load_certificate
 from bkctl.protocol.acceptor import share_of_descriptors
-from bkctl.protocol.limits import ServerLimits
+from bkctl.protocol.backpressure import ServerLimits
 
 log: Final = logging.getLogger("bkctl.bookie")
 

@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import functools
 import time
-import typing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar
 
-from bkctl.bookie.commit_dispatcher import CommitDispatcher
+from bkctl.bookie.group_commit import GroupCommit
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import WaitingRequests, run_in_threads
@@ -49,6 +48,8 @@ RUN_BYTES_MAX: Final = 1 << 20
 #: Reads that begin at most this many entries behind a run that a thread is reading wait for it, and find what it read
 #: ahead: a client's requests for consecutive entries arrive in several pieces.
 FOLLOWING_ENTRIES_MAX: Final = 256
+
+T = TypeVar("T", ReadRequest, BatchReadRequest)
 
 _EOK: Final = Status.EOK
 _NONE: Final = ReadRun(LedgerId(0, 0), (), ())
@@ -104,7 +105,8 @@ class EntryFetcher:
             self.count_from_memory((body,))
             take(body)
         else:
-            self.in_thread(functools.partial(self._storage.read, handle, entry_id), request, respond, take, absent)
+            read = functools.partial(self._storage.read, handle, entry_id)
+            self.in_thread(lambda: read, request, respond, take, absent)
 
     def read_run(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> None:
         """Answer a run of reads: entries in memory at once, the others when a thread has read them."""
@@ -153,6 +155,10 @@ class EntryFetcher:
         for reads, respond in waiting:
             self.read_run(handle, reads, respond)
 
+    def refuse(self, reads: ReadRun, respond: ReadRunResponder, error: BaseException) -> None:
+        """Answer `reads` with the status of `error`."""
+        respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error, reads.ledger))
+
     def _refuse_absent(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> ReadRun:
         """Refuse reads behind the ledger's last entry, without waiting for the disk; return the others."""
         others: list[int] = []
@@ -163,9 +169,7 @@ class EntryFetcher:
             try:
                 self._storage.find(handle, entry_id)
             except BkctlError as error:
-                respond.refuse(
-                    reads.part([number]), self._requests.status_after(ReadRequest.__name__, error, handle.ledger)
-                )
+                self.refuse(reads.part([number]), respond, error)
             else:
                 others.append(number)
         return reads.part(others)
@@ -197,20 +201,22 @@ class EntryFetcher:
             error = future.exception()
             if error is not None:
                 self._metrics.read_entry.observe(time.monotonic() - began_s, len(reads.entry_ids), ok=False)
-                respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error, handle.ledger))
+                self.refuse(reads, respond, error)
                 return
             found, lac = future.result()
             if lac is not None:
                 self._storage.learn_lac(handle, lac)
             part, rest = reads.split(len(found))
-            failed = [number for number, body in enumerate(found) if isinstance(body, Exception)]
+            failed = {number: body for number, body in enumerate(found) if isinstance(body, Exception)}
+            bodies = [body for body in found if not isinstance(body, Exception)]
             if failed:
-                self._refuse_some(part, found, failed, respond, began_s)
-                read = [number for number, body in enumerate(found) if not isinstance(body, Exception)]
-                part, found = part.part(read), [found[number] for number in read]
-            if found:
-                self._metrics.read_entry.observe(time.monotonic() - began_s, len(found))
-                respond.answer(part, cast("list[Buffer]", found), handle.lac if handle.lac_is_known else None)
+                self._metrics.read_entry.observe(time.monotonic() - began_s, len(failed), ok=False)
+                for number, problem in failed.items():
+                    self.refuse(part.part([number]), respond, problem)
+                part = part.part([number for number in range(len(found)) if number not in failed])
+            if bodies:
+                self._metrics.read_entry.observe(time.monotonic() - began_s, len(bodies))
+                respond.answer(part, bodies, handle.lac if handle.lac_is_known else None)
             if respond.is_lost:
                 respond.refuse(rest, Status.EIO)  # takes them out of flight
             else:
@@ -229,36 +235,7 @@ class EntryFetcher:
                 return found, self._storage.read_lac(handle)
         return found, None
 
-    def _refuse_some(
-        self,
-        reads: ReadRun,
-        found: Sequence[Buffer | Exception],
-        failed: Sequence[int],
-        respond: ReadRunResponder,
-        began_s: float,
-    ) -> None:
-        """Refuse the reads at the places `failed`, whose errors are in `found`, each with its own status."""
-        self._metrics.read_entry.observe(time.monotonic() - began_s, len(failed), ok=False)
-        for number in failed:
-            error = found[number]
-            assert isinstance(error, Exception)
-            respond.refuse(reads.part([number]), self._requests.status_after(ReadRequest.__name__, error, reads.ledger))
-
     def in_thread(
-        self,
-        read: Callable[[], Any],
-        request: Request,
-        respond: Responder,
-        take: Callable[[Any], None],
-        absent: Callable[[], None] | None = None,
-    ) -> None:
-        """Give to `take` what `read` returns in a thread; answer the error that it raises.
-
-        For EntryNotFound call `absent` where it is given.
-        """
-        self.prepared_in_thread(lambda: read, request, respond, take, absent)
-
-    def prepared_in_thread(
         self,
         prepare: Callable[[], Callable[[], Any]],
         request: Request,
@@ -267,9 +244,10 @@ class EntryFetcher:
         absent: Callable[[], None] | None = None,
         threads: ThreadPoolExecutor | None = None,
     ) -> None:
-        """Do what `in_thread` does, in `threads` where given, with the function that `prepare` returns.
+        """Give to `take` what the function that `prepare` returns returns in a thread; answer the error that it raises.
 
-        `prepare` is called in the event loop when the read begins: nothing of what it copies waits for a turn.
+        `prepare` is called in the event loop when the read begins: nothing of what it copies waits for a turn. For
+        EntryNotFound call `absent` where it is given. `threads` are those that read entries unless given.
         """
         began_s = time.monotonic()
 
@@ -293,7 +271,7 @@ class ReadHandler:
 
     _storage: BookieStorage
     _state: BookieStateManager
-    _commits: CommitDispatcher
+    _commits: GroupCommit
     _requests: WaitingRequests
     _reader: EntryFetcher
 
@@ -303,7 +281,8 @@ class ReadHandler:
     def read(self, request: ReadRequest, respond: Responder) -> None:
         """Serve one read. Raises BkctlError for a refusal, NeedsDisk."""
         if request.fence:
-            self._requests.serve_timed("READ_ENTRY_FENCE", self._fence_and_read, request, respond)
+            fence = functools.partial(self._fence, self._read_fenced)
+            self._requests.serve_timed("READ_ENTRY_FENCE", fence, request, respond)
         elif request.previous_lac is not None:
             self._requests.serve_timed("READ_ENTRY_LONG_POLL", self._long_poll, request, respond)
         else:
@@ -320,14 +299,14 @@ class ReadHandler:
         except NeedsDisk as need:
             self._requests.once_read(need, functools.partial(self._read_run_later, reads, respond))
         except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error, reads.ledger))
+            self._reader.refuse(reads, respond, error)
         else:
             self._reader.read_run(handle, reads, respond)
 
     def _read_run_later(self, reads: ReadRun, respond: ReadRunResponder, error: BaseException | None) -> None:
         """Serve a run of reads that waited for its ledger."""
         if error is not None:
-            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error, reads.ledger))
+            self._reader.refuse(reads, respond, error)
         else:
             self.read_run(reads, respond)
 
@@ -356,7 +335,8 @@ class ReadHandler:
                 self._storage.learn_lac(handle, lac)
             take(body)
 
-        reader.in_thread(functools.partial(self._read_with_lac, handle, entry_id), request, respond, take_both)
+        read = functools.partial(self._read_with_lac, handle, entry_id)
+        reader.in_thread(lambda: read, request, respond, take_both)
 
     def _read_with_lac(self, handle: LedgerHandle, entry_id: int) -> tuple[Buffer, int | None]:
         """Return an entry and the ledger's LAC; None for the LAC if the last entry cannot be read."""
@@ -368,28 +348,20 @@ class ReadHandler:
 
     # --- fencing -----------------------------------------------------------------------------------------------------
 
-    def _fence(
-        self,
-        request: ReadRequest | BatchReadRequest,
-        master_key: bytes | None,
-        take: Callable[[LedgerHandle], None],
-        respond: Responder,
-    ) -> None:
-        """Fence the ledger, and give its handle to `take` once that is on disk. Raises Unauthorized."""
-        if master_key is None:
+    def _fence(self, read: Callable[[T, Responder, LedgerHandle], None], request: T, respond: Responder) -> None:
+        """Fence the ledger, and `read` what is asked for once that is on disk. Raises Unauthorized."""
+        if request.master_key is None:
             raise Unauthorized(f"Fencing ledger {request.ledger} needs its master key")
+        handle: LedgerHandle
 
         def done(error: BaseException | None) -> None:
             if error is not None:
                 respond(refusal(request, Status.EIO))
             else:
-                self._requests.resume(request, respond, take, handle)
+                self._requests.resume(request, respond, functools.partial(read, request, respond), handle)
 
-        handle = self._storage.fence(request.ledger, master_key, done)
+        handle = self._storage.fence(request.ledger, request.master_key, done)
         self._commits.flush_soon()
-
-    def _fence_and_read(self, request: ReadRequest, respond: Responder) -> None:
-        self._fence(request, request.master_key, functools.partial(self._read_fenced, request, respond), respond)
 
     def _read_fenced(self, request: ReadRequest, respond: Responder, handle: LedgerHandle) -> None:
         self._reader.read_entry(
@@ -416,7 +388,8 @@ class ReadHandler:
             self._storage.learn_lac(handle, lac)
             self._long_poll(request, respond)
 
-        self._reader.in_thread(functools.partial(self._storage.read_lac, handle), request, respond, take)
+        read = functools.partial(self._storage.read_lac, handle)
+        self._reader.in_thread(lambda: read, request, respond, take)
 
     def _wait_for_lac(self, handle: LedgerHandle, request: ReadRequest, respond: Responder) -> None:
         previous = request.previous_lac
@@ -426,7 +399,7 @@ class ReadHandler:
         if not (waits and self.polls.wait(handle, request, respond)):
             self._answer_poll(handle, request, respond, updated=False)
 
-    def _finish_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, *, updated: bool) -> None:
+    def _finish_poll(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, updated: bool) -> None:
         """Answer a long poll whose wait is over; `updated`: because the LAC advanced."""
 
         def answer(handle: LedgerHandle) -> None:
@@ -465,7 +438,7 @@ class ReadHandler:
     def read_batch(self, request: BatchReadRequest, respond: Responder) -> None:
         """Serve a read of consecutive entries. Raises BkctlError for a refusal, NeedsDisk."""
         if request.fence:
-            self._fence(request, request.master_key, functools.partial(self._read_batch, request, respond), respond)
+            self._fence(self._read_batch, request, respond)
         else:
             self._read_batch(request, respond, self._reader.handle(request.ledger))
 
@@ -487,9 +460,8 @@ class ReadHandler:
                 self._reader.count_from_memory(batch.bodies)
                 answer(tuple(batch.bodies))
                 return
-        self._reader.in_thread(
-            functools.partial(self._gather, handle, first, _Batch(size_max, count_max)), request, respond, answer
-        )
+        gather = functools.partial(self._gather, handle, first, _Batch(size_max, count_max))
+        self._reader.in_thread(lambda: gather, request, respond, answer)
 
     def _gather(self, handle: LedgerHandle, first: int, batch: _Batch) -> tuple[Buffer, ...]:
         """Return the entries of `batch`, from `first` on and at least one; raise the first one's error."""
@@ -549,16 +521,10 @@ LONG_POLL_MS_MAX: Final = 3_600_000
 LONG_POLLS_MAX: Final = 50_000
 
 
-class FinishPoll(typing.Protocol):
-    """Answers a long poll whose wait is over; `updated`: because the LAC of `handle` advanced."""
-
-    def __call__(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, *, updated: bool) -> None: ...
-
-
 class LongPolls:
-    """The long polls of a bookie that wait."""
+    """The long polls of a bookie that wait. `finish` answers one whose wait is over; True: because the LAC advanced."""
 
-    def __init__(self, finish: FinishPoll) -> None:
+    def __init__(self, finish: Callable[[LedgerHandle, ReadRequest, Responder, bool], None]) -> None:
         self.answer = finish
         self.waiting: dict[LongPoll, None] = {}
 
@@ -621,4 +587,4 @@ class LongPoll:
     def finish(self, *, updated: bool) -> None:
         """Answer now, unless it is answered; `updated`: because the LAC advanced."""
         if self._end():
-            self._polls.answer(self._handle, self._request, self._respond, updated=updated)
+            self._polls.answer(self._handle, self._request, self._respond, updated)

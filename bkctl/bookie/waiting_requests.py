@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar
 
 from bkctl.bookie.metrics import BookieMetrics
@@ -27,6 +26,7 @@ from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import AddRequest, ForceLedgerRequest, Request, Status, refusal, status_of
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_handle import NeedsDisk
+from bkctl.storage.open_ledgers import RecentLedgers
 
 T = TypeVar("T")
 
@@ -67,35 +67,16 @@ def run_in_threads(
     return future
 
 
-class UnreadableLedgers:
-    """Counts ledgers whose entries or index could not be read. Belongs to the event loop."""
+class UnreadableLedgers(RecentLedgers):
+    """Ledgers whose entries or index could not be read, by the time of the last failed read."""
 
     def __init__(self) -> None:
-        #: The time of each ledger's last failed read, oldest first.
-        self._failed_s: dict[LedgerId, float] = {}
+        super().__init__(KEPT_S, LEDGERS_MAX)
 
     def note(self, ledger: LedgerId, error: BaseException) -> None:
-        """Count the ledger if `error`, of a read, is of the disk or of damage."""
+        """Add the ledger if `error`, of a read, is of the disk or of damage."""
         if isinstance(error, Corrupt) or (isinstance(error, OSError) and error.errno not in _PASSING):
-            self._failed_s.pop(ledger, None)
-            self._failed_s[ledger] = time.monotonic()
-            if len(self._failed_s) > LEDGERS_MAX:
-                del self._failed_s[next(iter(self._failed_s))]
-
-    def discard(self, ledger: LedgerId) -> None:
-        """Forget a ledger that was deleted."""
-        self._failed_s.pop(ledger, None)
-
-    def count(self) -> int:
-        """Return the number of ledgers of which a read failed within KEPT_S, LEDGERS_MAX at most."""
-        begin_s = time.monotonic() - KEPT_S
-        while self._failed_s and self._failed_s[next(iter(self._failed_s))] < begin_s:
-            del self._failed_s[next(iter(self._failed_s))]
-        return len(self._failed_s)
-
-    def newest(self) -> list[LedgerId]:
-        """Return the ledgers of the last failed reads, NAMED_MAX at most."""
-        return list(islice(reversed(self._failed_s), NAMED_MAX))
+            self.add(ledger)
 
 
 class WaitingRequests:
@@ -211,19 +192,7 @@ class WaitingRequests:
             log.warning("Refused a request, %s: %s. More such refusals are not logged for a minute", name, error)
         return status
 
-
-class LedgerDeleter:
-    """Deletes ledgers in the event loop that it was created in, each behind the requests that wait for it."""
-
-    def __init__(self, storage: BookieStorage, state: BookieStateManager, requests: WaitingRequests) -> None:
-        self._storage = storage
-        self._state = state
-        self._requests = requests
-        self._loop = asyncio.get_running_loop()
-
-    def delete_from_thread(self, ledgers: Sequence[LedgerId]) -> int:
-        """Run `delete_all` from another thread than the event loop's."""
-        return asyncio.run_coroutine_threadsafe(self.delete_all(ledgers), self._loop).result()
+    # --- deletions, each behind the requests that wait for its ledger -------------------------------------------------
 
     async def delete_all(self, ledgers: Sequence[LedgerId]) -> int:
         """Delete ledgers, one a turn of the loop; return how many there were.
@@ -247,7 +216,7 @@ class LedgerDeleter:
 
     def delete(self, ledger: LedgerId) -> asyncio.Future[None]:
         """Delete a ledger; the future raises LedgerNotFound, OSError or BkctlError."""
-        deleted: asyncio.Future[None] = self._loop.create_future()
+        deleted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def delete(error: BaseException | None = None) -> None:
             is_damaged = isinstance(error, Corrupt | Unsupported)
@@ -256,14 +225,14 @@ class LedgerDeleter:
                     raise error
                 self._storage.delete_ledger(ledger, is_damaged=is_damaged)
             except NeedsDisk as need:
-                self._requests.once_read(need, delete)
+                self.once_read(need, delete)
             except Exception as failure:  # noqa: BLE001 - raised by the future
                 deleted.set_exception(failure)
             else:
-                self._requests.unreadable.discard(ledger)
+                self.unreadable.discard(ledger)
                 deleted.set_result(None)
 
-        waiting = self._requests.by_ledger.get(ledger)
+        waiting = self.by_ledger.get(ledger)
         if waiting is not None:
             waiting.append(delete)
         else:

@@ -17,8 +17,7 @@ from bkctl.files.directories import BookieDirectories, FileKind, current_of
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
 from bkctl.files.listing import log_contents
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.files.rocksdb_files import check_write_ahead_logs
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
 from bkctl.formats.entry import read_lac_header
 from bkctl.formats.entry_log import HEADER_SIZE as LOG_HEADER_SIZE
 from bkctl.formats.index import (

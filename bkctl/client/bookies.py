@@ -25,7 +25,7 @@ from bkctl.errors import BkctlError, BookieUnavailable
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
 from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.metadata.racks import KnownRacks
-from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.connection import Answered, BookieConnection, FutureAnswer, is_abandoned
 from bkctl.protocol.messages import (
     BookieInfoFlags,
     BookieInfoRequest,
@@ -36,7 +36,6 @@ from bkctl.protocol.messages import (
     Status,
     error_for,
 )
-from bkctl.protocol.pending_packets import Answered, FutureAnswer, is_abandoned
 from bkctl.tasks import cancel_and_wait
 
 if TYPE_CHECKING:

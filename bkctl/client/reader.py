@@ -29,6 +29,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.entry import INVALID_ENTRY_ID, DigestManager, read_entry_header
 from bkctl.formats.metadata import LedgerMetadata
+from bkctl.protocol.connection import Answered, Outcome
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
     LAST_ENTRY,
@@ -44,7 +45,6 @@ from bkctl.protocol.messages import (
     Response,
     Status,
 )
-from bkctl.protocol.pending_packets import Answered, Outcome
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from bkctl.protocol.connection import FutureAnswer, Outcome
 from bkctl.protocol.messages import ReadRequest, ReadResponse, Request, Response
-from bkctl.protocol.pending_packets import FutureAnswer, Outcome
 
 if TYPE_CHECKING:
     from bkctl.client.bookies import BookieChannel, WaitingBytes

@@ -33,8 +33,8 @@ from bkctl.errors import (
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX
+from bkctl.protocol.connection import Answered, Outcome
 from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, AddResponse, Request, Status
-from bkctl.protocol.pending_packets import Answered, Outcome
 from bkctl.tasks import fail
 
 #: Adds in flight before `ready` waits. Source: ClientConfiguration.getThrottleValue.

@@ -1,6 +1,6 @@
-/* The inner loops of scan.py, compiled: the same answers, many times as fast.
+/* The inner loop of scan.py, compiled: the same answers, many times as fast.
  *
- * Optional: without a compiler at installation, and on Spark's executors of another platform, their own loops do the work.
+ * Optional: without a compiler at installation, and on Spark's executors of another platform, its own loop does the work.
  * What both must agree on is said there, and held by tests/files/test_scan.py on any bytes. Nothing is read outside the window.
  */
 
@@ -11,7 +11,7 @@
 #include <string.h>
 
 /* What the functions take and return: scan.py uses a module with its own number only. Raise both together. */
-#define API 7
+#define API 8
 
 enum {
     SIZE_FIELD = 4,
@@ -137,84 +137,13 @@ static PyObject *take_entries(PyObject *module, PyObject *args) {
     return Py_BuildValue("NNn", begins, rows, stop);
 }
 
-/* Ledgers that share a slot of the table below push each other out of it, into the dict. */
-enum { SLOTS = 1024 };
-
-typedef struct {
-    int used;
-    uint64_t scope, ledger;
-    uint64_t bytes;
-} Sum;
-
-static int add_to(PyObject *sums, const Sum *sum) {
-    int failed = -1;
-    PyObject *bytes = NULL;
-    PyObject *key = Py_BuildValue("(KK)", (unsigned long long)sum->scope, (unsigned long long)sum->ledger);
-    if (key != NULL) {
-        PyObject *known = PyDict_GetItemWithError(sums, key);
-        bytes = PyLong_FromUnsignedLongLong(sum->bytes);
-        if (bytes != NULL && known != NULL) {
-            PyObject *both = PyNumber_Add(known, bytes);
-            Py_DECREF(bytes);
-            bytes = both;
-        }
-        if (bytes != NULL && !PyErr_Occurred()) {
-            failed = PyDict_SetItem(sums, key, bytes);
-        }
-    }
-    Py_XDECREF(bytes);
-    Py_XDECREF(key);
-    return failed;
-}
-
-PyDoc_STRVAR(sizes_by_ledger_doc,
-"sizes_by_ledger(rows, format_version)\n--\n\n"
-"(scope id, ledger id) -> bytes of its records, size fields included, from the rows of take_entries.");
-
-static PyObject *sizes_by_ledger(PyObject *module, PyObject *args) {
-    Py_buffer buffer;
-    int version;
-    if (!PyArg_ParseTuple(args, "y*i", &buffer, &version)) {
-        return NULL;
-    }
-    const int fields = version == 1 ? FIELDS_V1 : FIELDS_V2;
-    const Py_ssize_t count = buffer.len / (fields * 8);
-    PyObject *sums = PyDict_New();
-    Sum *slots = PyMem_Calloc(SLOTS, sizeof(Sum));
-    int failed = sums == NULL || slots == NULL;
-    if (slots == NULL) {
-        PyErr_NoMemory();
-    }
-    for (Py_ssize_t index = 0; !failed && index < count; index++) {
-        int64_t row[FIELDS_V2];
-        memcpy(row, (const char *)buffer.buf + index * fields * 8, (size_t)fields * 8);
-        const uint64_t scope = version == 1 ? 0 : (uint64_t)row[2], ledger = (uint64_t)row[version == 1 ? 1 : 3];
-        Sum *slot = slots + (((scope ^ ledger) * 0x9E3779B97F4A7C15ull) >> 54);
-        if (!slot->used || slot->ledger != ledger || slot->scope != scope) {
-            failed = slot->used && add_to(sums, slot) < 0;
-            *slot = (Sum){1, scope, ledger, 0};
-        }
-        slot->bytes += (uint64_t)row[0] + SIZE_FIELD;
-    }
-    for (int index = 0; !failed && index < SLOTS; index++) {
-        failed = slots[index].used && add_to(sums, slots + index) < 0;
-    }
-    PyMem_Free(slots);
-    PyBuffer_Release(&buffer);
-    if (failed) {
-        Py_CLEAR(sums);
-    }
-    return sums;
-}
-
 static PyMethodDef methods[] = {
     {"take_entries", take_entries, METH_VARARGS, take_entries_doc},
-    {"sizes_by_ledger", sizes_by_ledger, METH_VARARGS, sizes_by_ledger_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT, "bkctl.files._scan", "The inner loops of scan.py, compiled.", 0, methods,
+    PyModuleDef_HEAD_INIT, "bkctl.files._scan", "The inner loop of scan.py, compiled.", 0, methods,
     NULL, NULL, NULL, NULL,
 };
 

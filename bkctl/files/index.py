@@ -15,12 +15,12 @@ from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from struct import Struct
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of
 from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
-from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
+from bkctl.files.windows import WINDOW_SIZE_BYTES, Closing, FileReader
 from bkctl.formats.entry import read_lac_header
 from bkctl.formats.entry_log import pack_location, unpack_location
 from bkctl.formats.index import (
@@ -158,7 +158,7 @@ class Gap(NamedTuple):
     last_entry_id: int
 
 
-class LedgerIndex:
+class LedgerIndex(Closing):
     """The index of one ledger. Use as a context manager. Created by `BookieIndexes`."""
 
     def __init__(self, ledger: LedgerId, path: Path, facts: IndexHeader | LedgerData) -> None:
@@ -194,15 +194,6 @@ class LedgerIndex:
         """Return the last add confirmed that the writer sent explicitly; None without one. Raises Corrupt."""
         packet = self._explicit_lac_packet
         return None if packet is None else read_lac_header(packet).last_add_confirmed
-
-    def close(self) -> None:
-        """Close the files."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _FileIndex(LedgerIndex):
@@ -247,7 +238,7 @@ class IndexDatabases(NamedTuple):
     locations: LocationsDatabase
 
 
-class BookieIndexes:
+class BookieIndexes(Closing):
     """All ledger indexes in a bookie's index directories, as they are now. Use as a context manager.
 
     Databases are opened at first use, and keep the content of that moment.
@@ -259,12 +250,6 @@ class BookieIndexes:
         self._databases: list[IndexDatabases] | None = None
         #: Errors of databases that could not be opened, filled by `databases`.
         self.problems: list[BkctlError] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._databases = None

@@ -28,12 +28,9 @@ class Mismatch(Protocol):
     """An entry that does not match its digest: the record at byte `offset` of the file `where`."""
 
     @property
-    def offset(self) -> int:
-        """Return the offset of the record."""
-
+    def offset(self) -> int: ...
     @property
-    def where(self) -> str:
-        """Return the path of the file."""
+    def where(self) -> str: ...
 
 
 class EntryDigests(Protocol):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum, StrEnum
 from functools import cache
 from struct import Struct
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, LENGTH_FIELD_SIZE, DigestType, digest_of_flags
 from bkctl.formats.journal import PADDING_HEADER_SIZE, PADDING_MASK
@@ -28,7 +29,7 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 #: Bytes of a record's fields at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
 #: The version that `_scan` must have: a module built from other sources is not used.
-COMPILED_API: Final = 7
+COMPILED_API: Final = 8
 try:
     from bkctl.files import _scan as compiled
 
@@ -265,13 +266,12 @@ class RecordBatch:
 
     def sizes_by_ledger(self) -> dict[tuple[int, int], int]:
         """Return (scope id, ledger id) → bytes of its records in the batch, size fields included."""
-        if compiled is not None and isinstance(self.fields, memoryview) and self.record is None:
-            return compiled.sizes_by_ledger(self.fields, self.format_version)
-        sums: dict[tuple[int, int], int] = {}
-        for scope_id, ledger_id, size in zip(self.scope_ids, self.ledger_ids, self.sizes, strict=True):
-            key = scope_id, ledger_id
-            sums[key] = sums.get(key, 0) + size + 4
-        return sums
+        sums: defaultdict[Any, int] = defaultdict(int)
+        is_plain = self.format_version == 1
+        keys = self.ledger_ids if is_plain else zip(self.scope_ids, self.ledger_ids, strict=True)
+        for key, size in zip(keys, self.sizes, strict=True):
+            sums[key] += size + 4
+        return {(0, ledger_id): size for ledger_id, size in sums.items()} if is_plain else sums
 
     def before(self, end: int) -> RecordBatch:
         """Return the records that begin before file offset `end`."""

@@ -22,7 +22,20 @@ _JUMPS_SHORT: Final = 8
 _LOST: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
-class FileReader:
+class Closing:
+    """A context manager that closes itself at the end."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FileReader(Closing):
     """One file, open to read. Use as a context manager. `path` is as given, `name` the path for messages.
 
     Raises NotFound, UsageError (not a regular file), BkctlError (no permission); reads raise Corrupt if the disk fails.
@@ -50,12 +63,6 @@ class FileReader:
     def open(cls, path: Path | str) -> Self:
         """Open a file, as the constructor does."""
         return cls(path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file. Safe to call again."""

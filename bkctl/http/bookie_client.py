@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, get_type_hints
 
-from bkctl.bookie.collector_stats import GarbageCollectionStatus
+from bkctl.bookie.collector_metadata import GarbageCollectionStatus
 from bkctl.errors import BkctlError, NotFound, ProtocolError, Unsupported
 from bkctl.http.client import ApiClient, ApiResponse, server_message, shortened
 

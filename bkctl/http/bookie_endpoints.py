@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.bookie.compaction_schedule import MAJOR, MINOR
 from bkctl.bookie.cookies import configured_directories, stamp_or_verify
+from bkctl.bookie.entry_log_collection import MAJOR, MINOR
 from bkctl.bookie.metrics import CONTENT_TYPE
 from bkctl.client.trials import SANITY_ENTRY_COUNT, sanity_test
 from bkctl.config import BookieConfig, read_properties

@@ -13,8 +13,9 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
-from bkctl.bookie.collector_stats import USAGE_BUCKETS
+from bkctl.bookie.collector_metadata import USAGE_BUCKETS
 from bkctl.bookie.metrics import REQUESTS, Latency, PrometheusText, metric_name, process_metrics
+from bkctl.bookie.waiting_requests import NAMED_MAX
 from bkctl.protocol.messages import AddRequest, ReadRequest
 from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage, SingleDirectoryDbLedgerStorage
 from bkctl.summaries import Summary
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bkctl.bookie.bookie import Bookie
-    from bkctl.bookie.metrics import JournalMetrics
+    from bkctl.bookie.group_commit import JournalThread
     from bkctl.http.service import BookieProxy
-    from bkctl.storage.group_commit import GroupCommit
 
 #: Gauge of ledgers whose requests fail, because their own state could not be read at the start.
 SET_ASIDE_LEDGERS: Final = "bkctl_set_aside_ledgers"
@@ -66,11 +66,10 @@ class Meter(NamedTuple):
     read: Callable[[Bookie], Values]
 
 
-def _journals(read: Callable[[GroupCommit, JournalMetrics], Value]) -> Callable[[Bookie], Values]:
+def _journals(read: Callable[[JournalThread], Value]) -> Callable[[Bookie], Values]:
     """Return a reader of one value for each journal."""
     return lambda bookie: [
-        (read(commits, journal), {"journalIndex": str(commits.number)})
-        for commits, journal in zip(bookie.storage.commits, bookie.metrics.journals, strict=False)
+        (read(journal), {"journalIndex": str(journal.commits.number)}) for journal in bookie.commits.journals
     ]
 
 
@@ -173,7 +172,7 @@ METRICS: Final = (
         for name in REQUESTS for end in ("_REQUEST", "") if end or not name.startswith("READ_ENTRY")
     ),
     Meter("bookkeeper_server_ADD_ENTRY_IN_PROGRESS", "gauge", "Adds that are not answered yet.",
-        lambda b: sum(each.waiting + each.batch.count for each in b.storage.commits)),
+        lambda b: b.commits.pending_adds + sum(each.waiting for each in b.commits.journals)),
     Meter("bookkeeper_server_ADD_ENTRY_BLOCKED", "gauge", "Connections whose adds wait for maxAddsInProgressLimit.",
         lambda b: _waiting(b, AddRequest)),
     Meter("bookkeeper_server_READ_ENTRY_IN_PROGRESS", "gauge", "Reads of disks that run or wait for their turn.",
@@ -191,9 +190,9 @@ METRICS: Final = (
     Meter(REFUSED_LEDGERS, "gauge", "Ledgers that accept no entries: the disk refused their index.",
         lambda b: len(b.storage.ledgers.unwritten)),
     Meter(UNREADABLE_LEDGERS, "gauge", "Ledgers of which a read failed within the last day; 1,000 at most.",
-        lambda b: b.processor.requests.unreadable.count()),
+        lambda b: len(b.processor.requests.unreadable)),
     Meter(UNREADABLE_LEDGER, "gauge", "1 of a ledger whose read failed last; ten of them.",
-        lambda b: [(1, {"ledger": str(each)}) for each in b.processor.requests.unreadable.newest()]),
+        lambda b: [(1, {"ledger": str(each)}) for each in b.processor.requests.unreadable.newest(NAMED_MAX)]),
     Meter(UNREGISTERED_SECONDS, "gauge", "Seconds since the bookie last found its registration; 0 while it finds it.",
         lambda b: round(b.registration.lost_s, 3)),
     Meter(CLOCK_SECONDS, "gauge", "The bookie's clock, in seconds since 1970.", lambda b: round(time.time(), 3)),
@@ -225,27 +224,27 @@ METRICS: Final = (
     Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until the certificate of a server expires.", _expiries),
     Meter("bookie_JOURNAL_DIRS", "gauge", "Journal directories.", lambda b: len(b.storage.journals)),
     Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "gauge", "Entries that are not on disk yet.",
-        _journals(lambda commits, _: commits.waiting)),
+        _journals(lambda journal: journal.waiting)),
     Meter("bookie_journal_JOURNAL_FORCE_WRITE_QUEUE_SIZE", "gauge", "Groups that are written and synced now: 0 or 1.",
-        _journals(lambda commits, _: int(commits.is_writing))),
+        _journals(lambda journal: int(journal.is_writing))),
     Meter("bookie_journal_JOURNAL_ADD_ENTRY", "summary",
         "Milliseconds from an entry's way into the queue until it is on disk.",
-        _journals(lambda _, journal: journal.add)),
+        _journals(lambda journal: journal.metrics.add)),
     Meter("bookie_journal_JOURNAL_SYNC", "summary", "Milliseconds to write and sync a group.",
-        _journals(lambda _, journal: journal.sync)),
+        _journals(lambda journal: journal.metrics.sync)),
     Meter(RECENT_SYNCS, "gauge", "Syncs that the quantiles of the last minute or two are of.",
-        _journals(lambda _, journal: journal.sync.success.recent_count())),
+        _journals(lambda journal: journal.metrics.sync.success.recent_count())),
     Meter("bookie_journal_JOURNAL_QUEUE_LATENCY", "summary", "Milliseconds that a group's first entry waited.",
-        _journals(lambda _, journal: journal.queue)),
+        _journals(lambda journal: journal.metrics.queue)),
     Meter("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_ENTRIES", "summary", "Entries of a group.",
-        _journals(lambda _, journal: journal.group_entries)),
+        _journals(lambda journal: journal.metrics.group_entries)),
     Meter("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_BYTES", "summary", "Bytes of a group.",
-        _journals(lambda _, journal: journal.group_bytes)),
+        _journals(lambda journal: journal.metrics.group_bytes)),
     Meter("bookie_journal_JOURNAL_WRITE_BYTES", "counter", "Bytes written.",
-        _journals(lambda _, journal: journal.written_bytes)),
+        _journals(lambda journal: journal.metrics.written_bytes)),
     Meter("bookie_ledger_num_dirs", "gauge", "Ledger directories.", lambda b: len(b.storage.ledger_directories)),
     Meter("bookie_ledger_writable_dirs", "gauge", "Ledger directories that take new files.",
-        lambda b: b.space.not_full_count),
+        lambda b: b.space.disks.not_full_count),
     Meter("bookie_ledger_dir_{dir}_usage", "gauge", "Percent of the disk of a ledger directory that is used.",
         lambda b: _usages(b, list(b.storage.ledger_directories))),
     Meter("{gc}_MAJOR_COMPACTION_TOTAL", "counter", "Major compactions.", _collected("major_compactions")),

@@ -15,16 +15,17 @@ from typing import Final
 
 from bkctl.protocol.backpressure import (
     UNFINISHED_BYTES_MIN,
+    Deadlines,
     ReadQueue,
     ReadTurns,
     RequestsInFlight,
     RequestSlots,
+    ServerLimits,
     UnfinishedRequests,
     UnreadAnswers,
 )
 from bkctl.protocol.framing import FramedProtocol
 from bkctl.protocol.handler import RequestHandler
-from bkctl.protocol.limits import Deadlines, ServerLimits
 
 #: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
 IN_FLIGHT_REQUESTS_MAX: Final = 10_000

@@ -5,7 +5,7 @@
     write_entries     writes what the entry logs hold in memory, unsynced (the entry log thread)
     checkpoints       entry logs synced → indexes synced → last marks → old journals deleted (the checkpoint thread)
 
-Its parts: OpenLedgers (the handles in memory), `commits` (a GroupCommit for each journal), `checkpoints`, and at start
+Its parts: OpenLedgers (the handles in memory), `commits` (the batches of each journal), `checkpoints`, and at start
 JournalReplay. `ledgers` is the storage behind the journals, of the class that the configuration names.
 Source: BookieImpl, LedgerDescriptorImpl, SyncThread; BP-35.
 """
@@ -18,12 +18,13 @@ import functools
 import random
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bkctl.config import BookieConfig
-from bkctl.disk import Files
+from bkctl.disk import NO_SPACE, Files
 from bkctl.errors import (
     BadRequest,
     BkctlError,
@@ -34,21 +35,165 @@ from bkctl.errors import (
     TruncatedRecord,
     UnknownLedgerState,
     Unsupported,
+    UsageError,
 )
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import serialize
 from bkctl.formats.entry import ENTRY_FLAGS_V2, lac_of, read_lac_header
+from bkctl.formats.journal import LAST_MARK, LogMark, last_mark_name
 from bkctl.formats.layout import Buffer
-from bkctl.formats.names import CURRENT
+from bkctl.formats.names import CONVERSION_NAME, CURRENT
 from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.checkpoints import Checkpointer, LastMarkFiles
-from bkctl.storage.group_commit import Done, GroupCommit, JournalBatch
-from bkctl.storage.journal_writer import JournalWriter
-from bkctl.storage.ledger.factory import check_index, open_ledger_storage
+from bkctl.storage.journal_writer import Done, JournalBatch, JournalCommits, JournalWriter
 from bkctl.storage.ledger.ledger_handle import IsWanted, LedgerHandle, always
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
 from bkctl.storage.open_ledgers import OpenLedgers
 from bkctl.storage.replay import JournalReplay, want_of_space
+
+
+def open_ledger_storage(
+    config: BookieConfig, files: Files, *, chance: random.Random | None = None
+) -> LedgerStorage[Any]:
+    """Return the storage, not yet open, that `ledgerStorageClass` names, in the directories of `config`.
+
+    `chance` picks directories. Raises Unsupported for an unknown class.
+    """
+    if config.ledger_storage == "db":
+        from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage
+
+        return DbLedgerStorage(config, files)
+    from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
+
+    return SortedLedgerStorage(config, files, chance=chance)
+
+
+def check_index(config: BookieConfig) -> None:
+    """Refuse an index of another storage class than the configured one.
+
+    With it a bookie would find no ledger, and garbage collection would delete every entry log. Raises UsageError;
+    Conflict where a conversion stopped in its last step; Corrupt.
+    """
+    from bkctl.files.directories import BookieDirectories
+
+    directories = [Path(directory) / CURRENT for directory in config.index_or_ledger_directories]
+    if (directories[0] / CONVERSION_NAME).exists():
+        from bkctl.files.conversion import check_conversion
+
+        check_conversion(directories[0])
+    found: Path | None = None
+    if config.ledger_storage == "db":
+        file = next(BookieDirectories(index_dirs=directories).indexes(), None)
+        if file is not None and database_in_use(directories) is None:
+            found = file.path
+    else:
+        found = database_in_use(directories)
+    if found is not None:
+        to = "db" if config.ledger_storage == "db" else "interleaved"
+        raise UsageError(
+            f"{found} belongs to another storage class than {config.ledger_storage_class.rpartition('.')[2]}",
+            hint=f"set ledgerStorageClass to the earlier value, or convert the index: 'bkctl bookie convert --to {to}'",
+        )
+
+
+def database_in_use(directories: Iterable[Path]) -> Path | None:
+    """Return the path of a database that has ledgers in one `current/` of an index, None for none. Raises Corrupt."""
+    for path in (directory / name for directory in directories for name in ("ledgers", "scoped-ledgers")):
+        if (path / "CURRENT").exists():
+            from bkctl.files.rocksdb import LedgersDatabase
+
+            with LedgersDatabase.open(path) as database:
+                if next(database.ledger_ids(), None) is not None:
+                    return path
+    return None
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The work of one checkpoint: the storage's changes, and the place in each journal that they reach."""
+
+    marks: tuple[LogMark, ...]
+    #: None when nothing but journals changed.
+    flush: object | None
+
+
+@dataclass(eq=False)
+class Checkpointer:
+    """Runs the checkpoints of one bookie.
+
+    `marks_written` are in the `lastMark` files at present. A journal in `_pins` keeps its mark there, for records that
+    the last start could not replay; so does a journal with records of a ledger that the last flush could not write.
+    `_evict` lets handles leave memory once the disk has their changes. `_journals` are those of `_journal_count`
+    directories once the storage is open.
+    """
+
+    _storage: LedgerStorage[Any]
+    _evict: Callable[[], None]
+    _journals: Sequence[JournalWriter]
+    _journal_count: int
+    _pins: Mapping[int, LogMark]
+    marks_written: tuple[LogMark, ...] = ()
+
+    @property
+    def held(self) -> set[int]:
+        """Return the numbers of the journals that keep their mark."""
+        count = len(self._journals)
+        return {*self._pins, *(ledger.value % count for ledger in self._storage.unwritten)}
+
+    def begin(self) -> Checkpoint | None:
+        """Return the work of a checkpoint of this moment; None when nothing changed. `end` must follow."""
+        marks = tuple(self._pins.get(number, journal.mark) for number, journal in enumerate(self._journals))
+        flush = self._storage.begin_flush()
+        if flush is None and marks == self.marks_written:
+            return None
+        return Checkpoint(marks, flush)
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Write `checkpoint` in the order that a crash at any moment needs. Raises OSError."""
+        if checkpoint.flush is not None:
+            self._storage.flush(checkpoint.flush)
+        held = self.held
+        checkpoint.marks = tuple(
+            written if number in held else mark
+            for number, (mark, written) in enumerate(zip(checkpoint.marks, self.marks_written, strict=True))
+        )
+        for number, (mark, written) in enumerate(zip(checkpoint.marks, self.marks_written, strict=True)):
+            if mark != written:
+                self.write_mark(number, mark)
+        for journal, mark in zip(self._journals, checkpoint.marks, strict=True):
+            journal.forget_before(mark)
+
+    def write_mark(self, number: int, mark: LogMark) -> None:
+        """Write the last mark of journal `number` to every ledger directory. Raises OSError.
+
+        A full directory may miss it, for the highest mark counts; at least one must have it.
+        """
+        files, directories = self._storage.files, self._storage.ledger_directories
+        full: list[OSError] = []
+        for directory in directories:
+            path = directory / last_mark_name(number, self._journal_count)
+            is_new = not path.exists()
+            try:
+                with files.open(path, create=True) as file:
+                    file.write(0, (mark.serialize(),))
+                    if file.size() != LAST_MARK.size:
+                        file.truncate(LAST_MARK.size)
+                    file.sync()
+                if is_new:
+                    files.sync_directory(directory)
+            except OSError as error:
+                full.append(error)
+                if error.errno not in NO_SPACE or len(full) == len(directories):
+                    raise
+
+    def end(self, checkpoint: Checkpoint, *, written: bool) -> None:
+        """Record that `checkpoint` is on disk, or failed: then the next one writes everything again."""
+        if checkpoint.flush is not None:
+            self._storage.end_flush(checkpoint.flush, written=written)
+        if written:
+            self.marks_written = checkpoint.marks
+            self._evict()
+
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 
@@ -89,7 +234,6 @@ class BookieStorage:
         self.journals: list[JournalWriter] = []
         self._open_ledgers = OpenLedgers(self.ledgers, self.journals, len(self.journal_directories))
         self.supplied = self._open_ledgers.supplied
-        self._last_marks = LastMarkFiles(self.files, self.ledger_directories, len(self.journal_directories))
         #: (entries, records skipped for want of a ledger key) of the replay at start.
         self.replayed = (0, 0)
         #: Ledgers whose state `open` could not read, so that it could not replay their records, and why.
@@ -97,10 +241,10 @@ class BookieStorage:
         #: By journal number: the place before the first record of a set-aside ledger. The mark stays there.
         self._pins: dict[int, journal_formats.LogMark] = {}
         self.checkpoints = Checkpointer(
-            self.ledgers, self._open_ledgers.evict, self.journals, self._last_marks, self._pins
+            self.ledgers, self._open_ledgers.evict, self.journals, len(self.journal_directories), self._pins
         )
         self.commits = [
-            GroupCommit(self.journals, number, self._handles) for number in range(len(self.journal_directories))
+            JournalCommits(self.journals, number, self._handles) for number in range(len(self.journal_directories))
         ]
         #: The full disk's error that left replayed entries in memory in `open`, perhaps a journal without a file.
         self.no_space: OSError | None = None
@@ -136,7 +280,7 @@ class BookieStorage:
     def _replay(self) -> tuple[journal_formats.LogMark, ...]:
         self._open_ledgers.has_scoped = self.ledgers.has_scoped_ledgers()
         replay = JournalReplay(self.config, self.ledgers, self._open_ledgers)
-        marks = replay.run(self.journal_directories, self._last_marks)
+        marks = replay.run(self.journal_directories)
         self.replayed = (replay.entry_count, replay.skipped_count)
         self._pins.update(replay.pins)
         self.no_space = replay.no_space
@@ -178,7 +322,7 @@ class BookieStorage:
         held = self.checkpoints.held
         for number, journal in enumerate(self.journals):
             if number not in held:
-                journal.make_downgradable(functools.partial(self._last_marks.write, number))
+                journal.make_downgradable(functools.partial(self.checkpoints.write_mark, number))
             journal.close()
         self.ledgers.close()
 
@@ -190,10 +334,12 @@ class BookieStorage:
         entry_id: int,
         master_key: Buffer,
         body: Buffer,
-        token: object,
+        done: Done | None,
         recovery: bool = False,
     ) -> None:
-        """Add one entry, and queue it with `token` for its journal. As in Apache's bookie it may end behind its LAC.
+        """Add one entry, queue it for its journal, and call `done` once it is on disk.
+
+        As in Apache's bookie it may end behind its LAC.
 
         Raises Unauthorized (another master key), LedgerFenced (unless `recovery`; always if it is deleted too),
         BadRequest (ids or format of `body` are not the request's, or the master key is not 20 bytes),
@@ -212,7 +358,7 @@ class BookieStorage:
         if not fits or found_id != entry_id or not 0 <= entry_id <= self._entry_id_max:
             raise BadRequest(f"The body is not entry {entry_id} of ledger {ledger} in the format of its scope")
         record = record_of(body)
-        self.add_records(ledger, master_key, [entry_id], [record], len(record), lac, token, recovery)
+        self.add_records(ledger, master_key, [entry_id], [record], len(record), lac, done, recovery)
 
     def add_records(
         self,
@@ -222,12 +368,12 @@ class BookieStorage:
         records: Sequence[bytes],
         size: int,
         last_add_confirmed: int,
-        token: object,
+        done: Done | None,
         recovery: bool = False,
     ) -> None:
-        """Add entries, and queue them with `token` for their journal: `size` bytes in `records`, one an entry.
+        """Add entries, `size` bytes in `records`, one an entry; queue them, and call `done` once they are on disk.
 
-        One `token` may stand for entries of several ledgers that share a journal, added one after the other. The
+        `done` is called once for entries of several ledgers that share a journal, added one after the other. The
         caller has checked the bodies: they are these entries (0 … ENTRY_ID_MAX) of this ledger in the format of its
         scope, and `last_add_confirmed` is their highest LAC. Raises what `add` raises for each of them.
         """
@@ -256,10 +402,10 @@ class BookieStorage:
             batch.size += size
             if ledger[0]:
                 batch.scoped = True
-        # Last: a token in the batch gets the batch's outcome, so nothing may raise behind this.
-        if not batch.tokens or batch.tokens[-1] is not token:
-            batch.tokens.append(token)
         batch.count += len(records)
+        # Last: a caller in the batch gets the batch's outcome, so nothing may raise behind this.
+        if done is not None and (not batch.calls or batch.calls[-1] is not done):
+            batch.calls.append(done)
 
     def get(self, ledger: LedgerId) -> LedgerHandle | None:
         """Return the ledger's handle, None when it is not here. Raises OSError, Corrupt, Unsupported, NeedsDisk."""

@@ -1,7 +1,7 @@
-"""JournalWriter: the files of one journal directory, written in groups; a group counts once it is on disk.
+"""Journals: the files of one journal directory, and the batches of records that are written to them in groups.
 
     open()    create a new file at each start, never append to an old one
-    commit()  one group: roll if needed, write, pad to the alignment, sync
+    commit()  one group: roll if needed, write, pad to the alignment, sync; a group counts once it is on disk
     mark      the end of the last group that is on disk
 
 Source: Journal, JournalChannel; BP-35 for version 7.
@@ -13,9 +13,10 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.disk import NO_SPACE, Files, StorageFile
@@ -23,6 +24,8 @@ from bkctl.errors import BookieIOError
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
 from bkctl.formats.names import SCOPED_DIRECTORY
+from bkctl.ids import LedgerId
+from bkctl.storage.ledger.ledger_handle import LedgerHandle
 
 
 class JournalWriter:
@@ -260,6 +263,103 @@ class JournalWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+#: Called with None when a batch is on disk, or with the error that lost it.
+Done: TypeAlias = Callable[[OSError | None], object]
+
+
+class JournalBatch:
+    """Records on their way to one journal, `count` entries among them, and the callers that wait for them.
+
+    `calls` get the outcome once it is known. `written` get it earlier: once the system has the batch, synced or not.
+    """
+
+    __slots__ = ("calls", "count", "epoch", "put_s", "records", "scoped", "size", "written")
+
+    def __init__(self, epoch: int = 0) -> None:
+        #: Batches of one epoch depend on each other: if one fails, so do those behind it.
+        self.epoch = epoch
+        self.records: list[bytes] = []
+        #: Bytes of the records, and how many of them are entries.
+        self.size = 0
+        self.count = 0
+        #: The time at which the batch was queued for its journal (monotonic clock).
+        self.put_s = 0.0
+        self.scoped = False
+        self.calls: list[Done] = []
+        self.written: list[Done] = []
+
+    def append(self, ledger: LedgerId, record: bytes) -> None:
+        """Append a record that is not an entry."""
+        self.records.append(record)
+        self.size += len(record)
+        self.scoped = self.scoped or ledger.is_scoped
+
+
+class JournalCommits:
+    """The batches of journal `number` of a bookie: `batch` gathers records in the event loop; one thread commits them.
+
+    `journals` are the bookie's, once it is open; `handles` are the ledgers in memory.
+    """
+
+    def __init__(
+        self, journals: Sequence[JournalWriter], number: int, handles: Mapping[LedgerId, LedgerHandle]
+    ) -> None:
+        self._journals = journals
+        self.number = number
+        self._handles = handles
+        self.batch = JournalBatch()
+        self._failed_epoch = -1
+
+    @property
+    def journal(self) -> JournalWriter:
+        """The journal's files, once the storage is open."""
+        return self._journals[self.number]
+
+    def take_batch(self) -> JournalBatch | None:
+        """Return the gathered batch, for `commit` and then `settle`; None for an empty one."""
+        batch = self.batch
+        if not (batch.calls or batch.written or batch.size):
+            return None
+        self.batch = JournalBatch(batch.epoch)
+        return batch
+
+    def commit(self, batch: JournalBatch, *more: JournalBatch, written: Callable[[], object] | None = None) -> None:
+        """Write batches as one group, in the order of `take_batch`; return once they are on disk.
+
+        Calls `written` before the sync. Raises OSError: the batches fail, and so do all taken before `settle`.
+        """
+        # Grouped behind a batch that fails, one of a later epoch fails too, and so do those that depend on it.
+        last_epoch = max(batch.epoch, *(other.epoch for other in more)) if more else batch.epoch
+        if batch.epoch <= self._failed_epoch:
+            self._failed_epoch = last_epoch
+            raise OSError(f"An earlier group of journal {self.journal.directory} failed")
+        records, size, scoped = batch.records, batch.size, batch.scoped
+        for other in more:
+            records += other.records
+            size += other.size
+            scoped = scoped or other.scoped
+        try:
+            self.journal.commit(records, size, scoped=scoped, written=written)
+        except Exception:
+            self._failed_epoch = last_epoch
+            raise
+
+    def settle(self, batch: JournalBatch, error: OSError | None) -> list[Done]:
+        """Return the callers to report the outcome of `commit` to.
+
+        After a failure the batch gathered meanwhile fails too, since its records depend on the lost ones (a ledger
+        key): its callers are among them.
+        """
+        calls = [*batch.written, *batch.calls]
+        if error is not None and batch.epoch == self.batch.epoch:
+            calls += [*self.batch.written, *self.batch.calls]
+            self.batch = JournalBatch(batch.epoch + 1)
+            for handle in self._handles.values():
+                if handle.journal == self.number:
+                    handle.key_recorded = handle.fence_recorded = False
+        return calls
 
 
 def journal_ids(directory: Path) -> list[int]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from bkctl.errors import BadRequest, BkctlError, Corrupt, LedgerNotFound, Unauthorized
@@ -24,26 +26,36 @@ FENCED_AND_DELETED_S: Final = 7 * 24 * 3600
 FENCED_AND_DELETED_MAX: Final = 100_000
 
 
-class FencedAndDeleted:
-    """Deleted ledgers whose fence still holds: their writers may not have noticed either."""
+class RecentLedgers:
+    """Ledgers that were added within `kept_s`, the last `count_max` at most. Belongs to the event loop."""
 
-    def __init__(self) -> None:
-        #: Time of each ledger's last write, oldest first; monotonic: wall time may leap, and so lift a fence.
-        self._last_write_s: dict[LedgerId, float] = {}
+    def __init__(self, kept_s: float, count_max: int) -> None:
+        self._kept_s, self._count_max = kept_s, count_max
+        #: Time of each ledger's last addition, oldest first; monotonic: wall time may leap, and so lift a fence.
+        self._added_s: dict[LedgerId, float] = {}
 
     def add(self, ledger: LedgerId) -> None:
-        """Refuse writes to `ledger` from now on."""
-        self._last_write_s[ledger] = time.monotonic()
-        if len(self._last_write_s) > FENCED_AND_DELETED_MAX:
-            del self._last_write_s[next(iter(self._last_write_s))]
+        """Add the ledger, or keep it for longer."""
+        self._added_s.pop(ledger, None)
+        self._added_s[ledger] = time.monotonic()
+        if len(self._added_s) > self._count_max:
+            del self._added_s[next(iter(self._added_s))]
 
-    def refuses_write(self, ledger: LedgerId) -> bool:
-        """Return whether a write to `ledger` is refused; if so, extend the refusal."""
-        last_s = self._last_write_s.pop(ledger, None)
-        if last_s is None or time.monotonic() - last_s > FENCED_AND_DELETED_S:
-            return False
-        self._last_write_s[ledger] = time.monotonic()
-        return True
+    def discard(self, ledger: LedgerId) -> None:
+        """Forget the ledger."""
+        self._added_s.pop(ledger, None)
+
+    def __contains__(self, ledger: LedgerId) -> bool:
+        return time.monotonic() - self._added_s.get(ledger, -math.inf) <= self._kept_s
+
+    def __len__(self) -> int:
+        while self._added_s and (oldest := next(iter(self._added_s))) not in self:
+            del self._added_s[oldest]
+        return len(self._added_s)
+
+    def newest(self, count: int) -> list[LedgerId]:
+        """Return the ledgers that were added last, `count` at most."""
+        return list(islice(reversed(self._added_s), count))
 
 
 class OpenLedgers:
@@ -56,7 +68,8 @@ class OpenLedgers:
         self._storage = storage
         self._journals = journals
         self._journal_count = journal_count
-        self._fenced_and_deleted = FencedAndDeleted()
+        #: Deleted ledgers whose fence still holds: their writers may not have noticed either.
+        self._fenced_and_deleted = RecentLedgers(FENCED_AND_DELETED_S, FENCED_AND_DELETED_MAX)
         self.handles: dict[LedgerId, LedgerHandle] = storage.handles
         #: Ledgers that `supplied` did not find on disk, with the handles to create them from.
         self._blanks: dict[LedgerId, LedgerHandle] = {}
@@ -135,7 +148,8 @@ class OpenLedgers:
         if len(master_key) != MASTER_KEY_SIZE:
             raise BadRequest(f"A master key for ledger {ledger} of {len(master_key)} bytes, not {MASTER_KEY_SIZE}")
         if not is_here:
-            if self._fenced_and_deleted.refuses_write(ledger):
+            if ledger in self._fenced_and_deleted:
+                self._fenced_and_deleted.add(ledger)
                 raise LedgerNotFound(f"Ledger {ledger} was fenced, and is deleted")
             if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
                 raise BadRequest(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")

@@ -19,13 +19,12 @@ from google_crc32c import value as _crc32c
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Unsupported
-from bkctl.files.journal import JournalReader
+from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.files.scan import ScanState
 from bkctl.formats.entry import ENTRY_V1, HEADER_SIZE_V1, HEADER_SIZE_V2, MASTER_KEY_SIZE, read_lac_header
 from bkctl.formats.journal import PADDING_MASK, SEAL, LogMark, file_name
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.checkpoints import LastMarkFiles
 from bkctl.storage.journal_writer import journal_ids
 from bkctl.storage.ledger.ledger_handle import LedgerHandle
 from bkctl.storage.ledger.ledger_storage import LedgerStorage, run_flush
@@ -70,7 +69,7 @@ class JournalReplay:
         #: The full disk's error that leaves replayed entries in memory.
         self.no_space: OSError | None = None
 
-    def run(self, directories: Sequence[Path], last_marks: LastMarkFiles) -> tuple[LogMark, ...]:
+    def run(self, directories: Sequence[Path]) -> tuple[LogMark, ...]:
         """Replay the journals in `directories`, and return the last mark of each.
 
         Raises OSError; Corrupt for a journal that is missing or damaged; BkctlError where the disks have no space for
@@ -78,7 +77,7 @@ class JournalReplay:
         """
         marks = []
         for number, directory in enumerate(directories):
-            mark = last_marks.read(number)
+            mark = read_last_mark(self._storage.ledger_directories, number, len(directories))
             self._replay_journal(number, directory, mark)
             marks.append(mark)
         self._log_set_aside()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from bkctl.checks.garbage import LogUse
     from bkctl.checks.log_check import LogCheck
-    from bkctl.files.record_filter import RecordFilter
+    from bkctl.files.listing import RecordFilter
     from bkctl.files.scan import RecordBatch
     from bkctl.metadata.liveness import Liveness
 

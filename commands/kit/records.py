@@ -34,7 +34,7 @@ from .texts import NULL, counted, words
 
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
-    from bkctl.files.record_filter import RecordFilter
+    from bkctl.files.listing import RecordFilter
     from bkctl.files.scan import RecordBatch
     from bkctl.formats.entry import DigestType
     from bkctl.formats.record import Record
@@ -75,7 +75,7 @@ class RecordOptions(NamedTuple):
 
     def filter(self) -> RecordFilter:
         """Return the RecordFilter that these options ask for. Raises UsageError for a negative position."""
-        from bkctl.files.record_filter import RecordFilter
+        from bkctl.files.listing import RecordFilter
         from bkctl.formats.record import RecordType
 
         for position, name in ((self.position_first, "--from-pos"), (self.position_last, "--to-pos")):

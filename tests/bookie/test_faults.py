@@ -317,7 +317,7 @@ def counts(bookie: Bookie) -> dict[str, int]:
         "reads waiting": server.reads.count,
         "requests in flight": sum(each._in_flight for each in server.connections),
         "reads in progress": server.reads.in_progress_count,
-        "entries of journals": sum(each.waiting for each in bookie.storage.commits),
+        "entries of journals": sum(each.waiting for each in bookie.commits.journals),
         "long polls": len(bookie.processor.polls),
     }
 

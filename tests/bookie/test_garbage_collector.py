@@ -17,7 +17,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
 from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
-from bkctl.bookie.compaction_schedule import (
+from bkctl.bookie.entry_log_collection import (
     MAJOR,
     MINOR,
     ForcedRound,
@@ -36,8 +36,7 @@ from bkctl.metadata.ledgers import LedgerManager
 from bkctl.metadata.store import Claim
 from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.metadata.uri import parse_uri
-from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.checkpoints import Checkpoint
+from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
 from bkctl.storage.entry_logger import EntryLogger
 
 BOOKIE = "bookie-1:3181"

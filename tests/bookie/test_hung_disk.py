@@ -15,6 +15,7 @@ from support.served_bookies import add, config_for, connected, digests, serving,
 from support.servers import DB, INTERLEAVED, SORTED
 from support.waiting import LIMIT_S
 
+from bkctl.bookie import group_commit
 from bkctl.bookie.reads import READ_THREADS
 from bkctl.bookie.waiting_requests import OPEN_THREADS
 from bkctl.disk import Files, StorageFile
@@ -33,7 +34,6 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.storage import group_commit
 from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
 from bkctl.storage.ledger.index_persistence import IndexPersistenceMgr
 
@@ -231,7 +231,7 @@ def test_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
             early = [asyncio.ensure_future(connection.send(each)) for each in (add(ledger, 2), ReadRequest(ledger, 2))]
             while not disk.waiting or len(bookie.processor.requests.by_ledger.get(ledger, ())) < 2:
                 await asyncio.sleep(0.001)
-            deletion = asyncio.ensure_future(bookie.deleter.delete_all([ledger]))
+            deletion = asyncio.ensure_future(bookie.processor.requests.delete_all([ledger]))
             await asyncio.sleep(0)
             late = []
             for each in (ReadRequest(ledger, 0), add(ledger, 7), ReadRequest(ledger, 7), ReadRequest(ledger, 1)):
@@ -305,7 +305,7 @@ def test_index_that_cannot_be_read_answers_all_that_wait_for_it(
                 ]  # fmt: skip
                 assert set(await statuses(connection, *requests)) == {Status.EIO}
                 with pytest.raises(OSError, match="Input/output"):
-                    await bookie.deleter.delete(ledger)
+                    await bookie.processor.requests.delete(ledger)
         async with connected(bookie) as connection:
             assert await statuses(connection, add(ledger, 2), ReadRequest(ledger, 0)) == [Status.EOK, Status.EOK]
             assert not bookie.processor.requests.by_ledger
@@ -346,7 +346,7 @@ def test_journal_whose_disk_hangs_is_logged_while_clients_wait(
 def test_slow_group_of_a_journal_is_logged_once_a_minute(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(group_commit.GroupCommit, "_look", lambda _: None)
+    monkeypatch.setattr(group_commit.JournalThread, "_look", lambda _: None)
     monkeypatch.setattr(group_commit, "SLOW_GROUP_S", 3600)
 
     async def main() -> None:

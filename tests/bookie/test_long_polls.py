@@ -46,7 +46,7 @@ class Waiting:
             request = ReadRequest(LEDGER, LAST_ENTRY, previous_lac=lac, timeout_ms=HOUR_MS)
             assert self.polls.wait(self.handle, request, cast("Responder", client))
 
-    def _answer(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, *, updated: bool) -> None:
+    def _answer(self, handle: LedgerHandle, request: ReadRequest, respond: Responder, updated: bool) -> None:
         assert handle is self.handle
         self.answered.append((request.previous_lac, updated))
 

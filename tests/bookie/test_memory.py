@@ -34,7 +34,7 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
-from bkctl.protocol.served_connection import ServedConnection
+from bkctl.protocol.server import ServedConnection
 
 MEBIBYTE = 1 << 20
 SIZE_BYTES = 100 * 1024

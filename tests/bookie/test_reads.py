@@ -35,7 +35,7 @@ from bkctl.protocol.messages import (
     Status,
 )
 from bkctl.protocol.runs import ReadRun
-from bkctl.protocol.served_connection import ServedConnection
+from bkctl.protocol.server import ServedConnection
 from bkctl.storage.ledger.entry_reader import StoredEntryReader
 
 COUNT = 120

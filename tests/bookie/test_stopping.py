@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.waiting import LIMIT_S
 
-from bkctl.bookie.stopping import StopDeadline
+from bkctl.bookie.state_manager import StopDeadline
 
 
 async def test_error_of_a_step_whose_caller_was_cancelled_is_dropped() -> None:

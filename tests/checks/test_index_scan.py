@@ -17,8 +17,7 @@ from bkctl.checks.index_scan import IndexScan
 from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.files.rocksdb_database import new_batch
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, new_batch
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import LedgerData, index_path, ledger_key, read_location_key, write_header, write_location
 from bkctl.ids import LedgerId

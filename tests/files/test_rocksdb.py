@@ -11,8 +11,7 @@ from support.golden import DATA, bookies
 
 from bkctl.config import BookieConfig
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, DirectoryInUse, NotFound
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.files.rocksdb_files import check_write_ahead_logs
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import LedgerData, ledger_key
 from bkctl.ids import LedgerId
@@ -294,7 +293,7 @@ def test_a_database_that_a_bookie_is_just_creating_is_waited_for(
         elif len(pauses) == 3:
             shutil.copytree(current / "locations", path, dirs_exist_ok=True)
 
-    monkeypatch.setattr("bkctl.files.rocksdb_database.time.sleep", pause)
+    monkeypatch.setattr("bkctl.files.rocksdb.time.sleep", pause)
     with LocationsDatabase.open(path) as database:
         assert next(database.locations())
     with pytest.raises(NotFound, match="has no database"):

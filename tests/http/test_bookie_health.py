@@ -16,7 +16,6 @@ from support.served_bookies import add, on_a_bookie, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedFiles
 
-from bkctl.bookie import waiting_requests
 from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.waiting_requests import UnreadableLedgers
 from bkctl.errors import BkctlError, Corrupt, EntryNotFound, NotFound
@@ -28,6 +27,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import ReadRequest, Status
+from bkctl.storage import open_ledgers
 
 ONE, TWO = LedgerId(0, 1), LedgerId(0, 2)
 
@@ -105,21 +105,21 @@ def test_health_names_bookies_whose_disks_cannot_read_entries(
 
 def test_unreadable_ledgers_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(waiting_requests, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(open_ledgers, "time", SimpleNamespace(monotonic=lambda: now_s))
     ledgers = UnreadableLedgers()
     for number in range(3000):
         ledgers.note(LedgerId(0, number % 2000), OSError(errno.EIO, "EIO"))
-    assert ledgers.count() == 1000
+    assert len(ledgers) == 1000
     for error in (OSError(errno.EMFILE, ""), EntryNotFound(""), BkctlError("stops"), ValueError()):
         ledgers.note(LedgerId(7, 7), error)
     ledgers.discard(LedgerId(0, 999))
     ledgers.discard(LedgerId(0, 999))
-    assert ledgers.count() == 999
+    assert len(ledgers) == 999
     now_s = 86_000.0
     ledgers.note(LedgerId(7, 7), Corrupt(""))
-    assert ledgers.count() == 1000
+    assert len(ledgers) == 1000
     now_s = 90_000.0
-    assert ledgers.count() == 1
+    assert len(ledgers) == 1
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED], ids=["sorted", "interleaved"])

@@ -19,7 +19,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.ids import LedgerId
 from bkctl.protocol import bookkeeper_protocol_pb2 as pb
-from bkctl.protocol import served_connection, v2, v3
+from bkctl.protocol import v2, v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -34,7 +34,7 @@ from bkctl.protocol.messages import (
     refusal,
 )
 from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests
-from bkctl.protocol.server import BookieServer
+from bkctl.protocol.server import GATHER_S, GATHERED_BYTES_MAX, BookieServer
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -179,11 +179,11 @@ def test_a_bookie_serves_runs_and_each_add_has_its_answer(runner: Runner, protoc
 
 
 @needs_compiled
-@pytest.mark.parametrize("gather_s", [3600, served_connection.GATHER_S])
+@pytest.mark.parametrize("gather_s", [3600, GATHER_S])
 def test_small_pieces_of_input_are_gathered_while_many_adds_are_in_flight(
     runner: Runner, gather_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_connection, "GATHER_S", gather_s)
+    monkeypatch.setattr("bkctl.protocol.server.GATHER_S", gather_s)
 
     async def main() -> None:
         bookie = Bookie()
@@ -205,7 +205,7 @@ def test_small_pieces_of_input_are_gathered_while_many_adds_are_in_flight(
                 await asyncio.sleep(0.05)
             if gather_s < 1:
                 await served(103)
-            sent.append(client.send(add(PLAIN[1], 103, bytes(served_connection.GATHERED_BYTES_MAX))))
+            sent.append(client.send(add(PLAIN[1], 103, bytes(GATHERED_BYTES_MAX))))
             await served(104)
             if gather_s > 1:
                 assert bookie.runs[-1].entry_ids == [100, 101, 102, 103]

@@ -20,9 +20,9 @@ from support.waiting import LIMIT_S
 
 from bkctl.ids import LedgerId
 from bkctl.protocol import v2, v3
+from bkctl.protocol.backpressure import ServerLimits
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.handler import ReadRunResponder, Responder
-from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -274,6 +274,6 @@ def test_reads_behind_a_lost_connection_do_not_begin(runner: Runner, protocol: P
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> Lifetimes:
-    from bkctl.protocol.served_connection import ServedConnection
+    from bkctl.protocol.server import ServedConnection
 
     return Lifetimes(ServedConnection, monkeypatch)

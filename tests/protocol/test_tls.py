@@ -16,8 +16,8 @@ from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.protocol import server as server_module
 from bkctl.protocol import v2, v3
+from bkctl.protocol.backpressure import ServerLimits
 from bkctl.protocol.connection import BookieConnection
-from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,

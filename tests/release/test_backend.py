@@ -45,7 +45,7 @@ def test_wheel_has_no_deleted_module_and_no_stale_extension(tmp_path: Path) -> N
     assert b"compiled anew" not in extension(first, "bkctl/files/_scan")
 
     (root / "bkctl/files/ghost.py").unlink()
-    edit_quietly(root / "bkctl/files/_scan.c", "The inner loops of scan.py, compiled.", "compiled anew")
+    edit_quietly(root / "bkctl/files/_scan.c", "The inner loop of scan.py, compiled.", "compiled anew")
     edit_quietly(root / "bkctl/protocol/_wire.h", "V2_FRONT = 24,", "V2_FRONT = 25,")
     second = build(root)
     assert [name for name in second if "ghost" in name] == []

@@ -776,7 +776,7 @@ def _stands(world: World) -> dict[int, Any]:
 @contextlib.contextmanager
 def _databases_die_with_their_process(world: World) -> Iterator[None]:
     """RocksDB has threads and open files of its own: close it when its process is killed, wherever it is."""
-    from bkctl.files.rocksdb_database import Database
+    from bkctl.files.rocksdb import Database
 
     real = Database._open_to_write.__func__  # type: ignore[attr-defined]
 

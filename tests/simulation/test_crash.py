@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import settle
 from support.servers import INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
@@ -21,8 +22,7 @@ from bkctl.errors import BookieIOError, LedgerFenced
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
-from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.checkpoints import Checkpoint
+from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
 
 SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6").split(",")]
 #: The same ledger id in three scopes, and neighbours.
@@ -122,8 +122,13 @@ class Workload:
         content = random.Random(f"{ledger} {entry_id}")
         payload = content.randbytes(content.choice((0, 1, 30, 200, 900)))
         body = digests.seal(entry_id, self.random.randint(-1, entry_id), 1000 * (entry_id + 1), payload) + payload
+
+        def note(error: OSError | None) -> None:
+            if error is None:
+                self.promised.entries[ledger, entry_id] = body
+
         try:
-            self.storage.add(ledger, entry_id, digests.master_key, body, (ledger, entry_id, body), again)
+            self.storage.add(ledger, entry_id, digests.master_key, body, note, again)
         except LedgerFenced:
             return
         self.promised.given.setdefault((ledger, entry_id), set()).add(body)
@@ -157,10 +162,7 @@ class Workload:
                 commits.commit(batch)
             except OSError as failure:
                 error = failure
-            commits.settle(batch, error)
-            if error is None:
-                for ledger, entry_id, body in batch.tokens:
-                    self.promised.entries[ledger, entry_id] = body
+            settle(commits, batch, error)
 
 
 def check(storage: BookieStorage, promised: Acknowledged, *, torn: bool = False) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.journals import flush_journals
+from support.journals import flush_journals, settle
 from support.servers import INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedFiles
 
@@ -101,7 +101,7 @@ def test_group_fails_with_the_group_of_its_ledger_key(tmp_path: Path) -> None:
     files.faults.append(Fault("write", ".txn", errno.ENOSPC))
     with pytest.raises(OSError, match="No space left") as failure:
         storage.commits[0].commit(failed)
-    storage.commits[0].settle(failed, failure.value)
+    settle(storage.commits[0], failed, failure.value)
     for entry_id in (0, 1):  # the first batch has the ledger's key
         add(storage, 2, entry_id)
         batches.append(storage.commits[0].take_batch())
@@ -113,7 +113,7 @@ def test_group_fails_with_the_group_of_its_ledger_key(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="earlier group"):
         storage.commits[0].commit(without_key)
     for batch in (behind, with_key, without_key):
-        storage.commits[0].settle(batch, failure.value)
+        settle(storage.commits[0], batch, failure.value)
     body = add(storage, 2, 2)
     flush_journals(storage)
     image = files.crash(tmp_path / "image")

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.journal_writer import JournalBatch, JournalCommits
+
+
+def settle(commits: JournalCommits, batch: JournalBatch, error: OSError | None) -> None:
+    """Report the outcome of `commit` to the callers that wait for it."""
+    for call in commits.settle(batch, error):
+        call(error)
 
 
 def flush_journals(storage: BookieStorage) -> None:
@@ -16,6 +23,6 @@ def flush_journals(storage: BookieStorage) -> None:
             commits.commit(batch)
         except OSError as failure:
             error = failure
-        commits.settle(batch, error)
+        settle(commits, batch, error)
         if error is not None:
             raise error

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from bkctl.errors import Corrupt, Unsupported
-from bkctl.files.record_filter import FILLER_TYPES
+from bkctl.files.listing import FILLER_TYPES
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, digest_function, read_lac_header
 from bkctl.formats.record import NO_LEDGER, RECORD_SIZE, Record, RecordType

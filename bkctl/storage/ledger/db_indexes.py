@@ -22,8 +22,7 @@ from typing import Any, Final, Generic, TypeVar
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
 from bkctl.errors import BkctlError, DirectoryInUse
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.files.rocksdb_database import BATCH_OPERATIONS, estimated_count
+from bkctl.files.rocksdb import BATCH_OPERATIONS, LedgersDatabase, LocationsDatabase, estimated_count
 from bkctl.formats.index import (
     NEEDS_INTEGRITY_CHECK,
     LedgerData,

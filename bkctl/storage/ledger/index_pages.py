@@ -13,6 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import eq, itemgetter
 from typing import Final
 
 from bkctl.ids import LedgerId
@@ -119,8 +120,7 @@ class IndexInMemPageMgr:
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
         """Return the entry's location, 0 for none. Raises OSError."""
-        number, slot = divmod(entry_id, self._slots)
-        return _location(self._load((ledger, number)), slot)
+        return self.locations(ledger, (entry_id,))[0]
 
     def cached_locations(self, ledger: LedgerId, entry_ids: Sequence[int]) -> list[int]:
         """Return the locations of entries of one ledger, 0 for none, and where that needs the disk."""
@@ -144,15 +144,10 @@ class IndexInMemPageMgr:
 
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         """Return of each (ledger, entry id, location) whether the index has it. Raises OSError."""
-        found = []
-        last_key: PageKey | None = None
-        page = array("Q")
-        for ledger, entry_id, location in entries:
-            number, slot = divmod(entry_id, self._slots)
-            key = (ledger, number)
-            if key != last_key:
-                page, last_key = self._load(key), key
-            found.append(_location(page, slot) == location)
+        found: list[bool] = []
+        for ledger, run in groupby(entries, itemgetter(0)):
+            _, entry_ids, locations = zip(*run, strict=True)
+            found += map(eq, self.locations(ledger, entry_ids), locations)
         return found
 
     def move(self, handle: IndexedHandle, moves: Iterable[Move]) -> None:
@@ -168,7 +163,7 @@ class IndexInMemPageMgr:
                 page = self._load(key)
                 with self._lock:
                     is_current = self._pages.get(key) is page
-                    if is_current and _location(page, slot) == move.old:
+                    if is_current and slot < len(page) and page[slot] == move.old:
                         page[slot] = move.new
                         # The handle that put a location in the page must stay: the next flush resets its `page_number`.
                         self._note_changed(key, self._changed.get(key, handle))
@@ -305,8 +300,3 @@ class IndexInMemPageMgr:
             self._waiting = len(self._changed)
             if written:
                 self._evict()
-
-
-def _location(page: array[int], slot: int) -> int:
-    """Return the location in a slot, 0 for a slot after the page's last location."""
-    return page[slot] if slot < len(page) else 0

@@ -20,8 +20,7 @@ from bkctl.disk import Files
 from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger
-from bkctl.storage.ledger.entry_mem_table import ENTRY_OVERHEAD_BYTES, EntryMemTable
-from bkctl.storage.ledger.entry_reader import StoredEntryReader
+from bkctl.storage.ledger.entry_reader import ENTRY_OVERHEAD_BYTES, EntryMemTable, StoredEntryReader
 from bkctl.storage.ledger.ledger_handle import EntryIndex, Handle
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_logger import Move
-from bkctl.storage.ledger.entry_mem_table import ENTRY_OVERHEAD_BYTES, EntryMemTable
+from bkctl.storage.ledger.entry_reader import ENTRY_OVERHEAD_BYTES, EntryMemTable
 from bkctl.storage.ledger.index_persistence import IndexedHandle
 from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from support.waiting import LIMIT_S
 
+from bkctl.bookie.group_commit import GroupCommit, JournalThread
 from bkctl.config import BookieConfig
-from bkctl.storage.group_commit import CommittedGroup, GroupCommit, JournalBatch
+from bkctl.storage.journal_writer import JournalBatch, JournalCommits
 
 
-class Commits(GroupCommit):
+class Commits(JournalCommits):
     """Notes each group; the first is held back, so that the others gather."""
 
     def __init__(self) -> None:
@@ -33,13 +34,8 @@ class Commits(GroupCommit):
         if self.error is not None:
             raise self.error
 
-    def put(self, batch: JournalBatch) -> None:
-        batch.tokens.append(None)
-        self.batch = batch
-        self.flush()
 
-
-class Listener:
+class Listener(GroupCommit):
     """Records the calls that the loop receives, in order."""
 
     def __init__(self) -> None:
@@ -49,12 +45,20 @@ class Listener:
     def written(self, batches: list[JournalBatch]) -> None:
         self.heard.append(("written", len(batches)))
 
-    def committed(self, commits: GroupCommit, group: CommittedGroup) -> None:
-        self.heard.append(("committed", len(group.batches)))
-        self.errors.append(group.error)
+    def committed(
+        self, journal: JournalThread, batches: list[JournalBatch], began_s: float, took_s: float, error: OSError | None
+    ) -> None:
+        self.heard.append(("committed", len(batches)))
+        self.errors.append(error)
+        journal.waiting -= sum(batch.count for batch in batches)
 
     def thread_died(self, error: BaseException) -> None:
         raise error
+
+
+def put(journal: JournalThread, batch: JournalBatch) -> None:
+    journal.commits.batch = batch
+    journal.flush()
 
 
 def batch(size: int, entries: int) -> JournalBatch:
@@ -72,13 +76,13 @@ def groups_of(
     listener = Listener()
 
     async def main() -> None:
-        commits.start(BookieConfig(**settings), listener, asyncio.get_running_loop())
-        commits.put(batch(1 << 30, 1))
+        journal = JournalThread(listener, commits, BookieConfig(**settings))
+        put(journal, batch(1 << 30, 1))
         await asyncio.to_thread(commits.entered.wait, LIMIT_S)
         for each in batches:
-            commits.put(each)
+            put(journal, each)
         commits.go_on.set()
-        await asyncio.to_thread(commits.stop)
+        await asyncio.to_thread(journal.stop)
         await asyncio.sleep(0)
 
     asyncio.run(main())
@@ -109,13 +113,12 @@ def test_group_waits_no_longer_than_its_time() -> None:
     commits.go_on.set()
 
     async def main() -> None:
-        config = BookieConfig(journal_max_group_wait_msec=20)
-        commits.start(config, listener, asyncio.get_running_loop())
-        commits.put(batch(100, 1))
+        journal = JournalThread(listener, commits, BookieConfig(journal_max_group_wait_msec=20))
+        put(journal, batch(100, 1))
         async with asyncio.timeout(LIMIT_S):
             while not listener.heard:
                 await asyncio.sleep(0.001)
-        await asyncio.to_thread(commits.stop)
+        await asyncio.to_thread(journal.stop)
 
     asyncio.run(main())
     assert listener.heard == [("committed", 1)]
@@ -123,10 +126,9 @@ def test_group_waits_no_longer_than_its_time() -> None:
 
 async def test_a_wait_for_more_batches_ends_however_short_it_is() -> None:
     """queue.SimpleQueue of CPython 3.11 and 3.12 waits for ever, once in some thousand times."""
-    commits = Commits()
-    commits.start(BookieConfig(), Listener(), asyncio.get_running_loop())
-    await asyncio.to_thread(commits.stop)
-    waits = commits._queue
+    journal = JournalThread(Listener(), Commits(), BookieConfig())
+    await asyncio.to_thread(journal.stop)
+    waits = journal._queue
     count = 0
 
     def wait_often() -> None:
@@ -161,14 +163,14 @@ def test_failed_group_is_reported_and_the_next_is_tried() -> None:
 
 async def test_the_queue_is_full_with_as_many_entries_as_journal_queue_size() -> None:
     commits, listener = Commits(), Listener()
-    commits.start(BookieConfig(journal_queue_size=10), listener, asyncio.get_running_loop())
-    commits.put(batch(1 << 30, 9))
-    assert not commits.is_full
-    commits.put(batch(100, 1))
-    assert commits.is_full
+    journal = JournalThread(listener, commits, BookieConfig(journal_queue_size=10))
+    put(journal, batch(1 << 30, 9))
+    assert not journal.is_full
+    put(journal, batch(100, 1))
+    assert journal.is_full
     commits.go_on.set()
     async with asyncio.timeout(LIMIT_S):
-        while commits.waiting:
+        while journal.waiting:
             await asyncio.sleep(0.001)
-    assert not commits.is_full
-    await asyncio.to_thread(commits.stop)
+    assert not journal.is_full
+    await asyncio.to_thread(journal.stop)
