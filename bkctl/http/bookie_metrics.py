@@ -37,7 +37,8 @@ UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
 UNREADABLE_LEDGER: Final = "bkctl_unreadable_ledger"
 #: Gauge of seconds since the bookie last found its registration in the metadata store; 0 while it finds it.
 UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
-#: Gauge of seconds until the certificate of a server (label `server`: bookie or http) expires; negative afterwards.
+#: Gauge of seconds until a certificate (label `server`: bookie, http, or metadata for the bookie's own one as a client of
+#: the metadata store) expires; negative afterwards.
 CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
 #: Gauge of the bookie's clock, in seconds since 1970.
 CLOCK_SECONDS: Final = "bkctl_clock_seconds"
@@ -222,7 +223,7 @@ METRICS: Final = (
         lambda b: b.metrics.clients()[1]),
     Meter("bkctl_server_ended_connections_total", "counter", "Connections that a server ended or turned away.",
         _ended_connections),
-    Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until the certificate of a server expires.", _expiries),
+    Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until a certificate expires: of a server, or to the store.", _expiries),
     Meter("bookie_JOURNAL_DIRS", "gauge", "Journal directories.", lambda b: len(b.storage.journals)),
     Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "gauge", "Entries that are not on disk yet.",
         _journals(lambda commits, _: commits.waiting)),

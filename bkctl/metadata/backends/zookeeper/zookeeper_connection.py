@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
@@ -39,10 +39,12 @@ from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
-from bkctl.metadata.store import StoreConnection, failure_reason, full_path, refusals
+from bkctl.metadata.store import TLS_REFRESH_S, StoreConnection, failure_reason, full_path, refusals
 
 if TYPE_CHECKING:
     import ssl
+
+    from bkctl.metadata.refreshed_tls import RefreshedContext
 
 _FIRST_ANSWER_S: Final = 0.3
 _RETRY_PAUSE_S: Final = 0.02
@@ -109,7 +111,7 @@ class ZooKeeperConnection(StoreConnection):
         self.on_new_session: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._session_lost = False
-        self._tls = self.security.tls_context()
+        self.tls = cast("RefreshedContext | None", self.security.tls_context(TLS_REFRESH_S))
         self.client = self.new_client()
         self.client.add_listener(self._on_state)
 
@@ -121,7 +123,7 @@ class ZooKeeperConnection(StoreConnection):
         return KazooClient(
             self.hosts,
             timeout=self.session_timeout_s,
-            handler=_Handler(self._tls),
+            handler=_Handler(self.tls),
             connection_retry=KazooRetry(max_tries=-1, delay=0.05, backoff=2, max_jitter=0.4, max_delay=1.0),
             default_acl=list(CREATOR_ALL_ACL) if security.creator_acl else None,
             auth_data=[("digest", f"{security.user}:{security.password}")] if has_digest else None,
@@ -144,7 +146,7 @@ class ZooKeeperConnection(StoreConnection):
 
         def connect(host: str, port: int) -> socket.socket:
             remaining_s = max(deadline - time.monotonic(), 0.01)
-            return _connect((host.strip("[]"), port), host, remaining_s, self._tls)
+            return _connect((host.strip("[]"), port), host, remaining_s, self.tls)
 
         if reasons := refusals(self.client.hosts, connect):
             raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
