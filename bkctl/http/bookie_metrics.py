@@ -37,8 +37,8 @@ UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
 UNREADABLE_LEDGER: Final = "bkctl_unreadable_ledger"
 #: Gauge of seconds since the bookie last found its registration in the metadata store; 0 while it finds it.
 UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
-#: Gauge of seconds until a certificate (label `server`: bookie, http, or metadata for the bookie's own one as a client of
-#: the metadata store) expires; negative afterwards.
+#: Gauge of seconds until a certificate expires, negative afterwards. Label `server`: bookie, http, or metadata (the
+#: bookie's own certificate as a client of the metadata store).
 CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
 #: Gauge of the bookie's clock, in seconds since 1970.
 CLOCK_SECONDS: Final = "bkctl_clock_seconds"
