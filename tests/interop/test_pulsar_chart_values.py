@@ -92,8 +92,8 @@ def made_release(name: str, java: Java, directory: Path, stack: ExitStack) -> Re
     )  # fmt: skip
     zookeeper.port = 2181
     with network.hosts.open("a") as hosts:
-        hosts.write("10.99.0.2 pulsar-zookeeper pulsar-zookeeper-0.pulsar-zookeeper.bk\n")
-        hosts.write("10.99.0.2 pulsar-zookeeper-2.pulsar-zookeeper.bk pulsar-zookeeper-2.pulsar-zookeeper-headless.bk\n")
+        for alias in ("", "-0.pulsar-zookeeper.bk", "-2.pulsar-zookeeper-headless.bk"):
+            hosts.write(f"10.99.0.2 pulsar-zookeeper{alias}\n")
     zookeeper.start()
     stack.callback(zookeeper.kill)
     of_bookie, of_recovery = ({**pods[each]["env"]} for each in ("bookie", "recovery"))
