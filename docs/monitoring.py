@@ -321,7 +321,7 @@ def _metrics() -> str:
     ]  # fmt: skip
     lines += [f"| `{each.name}` | {each.kind} | {each.help} |" for each in METRICS]
     lines += [f"| `{name}` | {kind} | Of the operating system. |" for name, kind, _ in process_metrics(0)]
-    lines += ["", "With auto-recovery in the bookie's process (`autoRecoveryDaemonEnabled`):", "", "| metric | kind | what |", "| --- | --- | --- |"]  # fmt: skip
+    lines += ["", "Of auto-recovery, in its own process or in the bookie's (`autoRecoveryDaemonEnabled`; there Apache's names begin with", "`replication_`, which ours and known dashboards do not):", "", "| metric | kind | what |", "| --- | --- | --- |"]  # fmt: skip
     recovery = [
         *auditor_samples(AuditorStats(), scoped=False, attempt_count=0, elected=False),
         *worker_samples(WorkerStats()),

@@ -225,9 +225,10 @@ METRICS: Final = (
         _ended_connections),
     Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until a certificate expires: of a server, or to the store.", _expiries),
     Meter("bookie_JOURNAL_DIRS", "gauge", "Journal directories.", lambda b: len(b.storage.journals)),
-    Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "gauge", "Entries that are not on disk yet.",
+    # These two are gauges that Apache's bookie calls counters.
+    Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "counter", "Entries that are not on disk yet.",
         _journals(lambda commits, _: commits.waiting)),
-    Meter("bookie_journal_JOURNAL_FORCE_WRITE_QUEUE_SIZE", "gauge", "Groups that are written and synced now: 0 or 1.",
+    Meter("bookie_journal_JOURNAL_FORCE_WRITE_QUEUE_SIZE", "counter", "Groups that are written and synced now: 0 or 1.",
         _journals(lambda commits, _: int(commits.is_writing))),
     Meter("bookie_journal_JOURNAL_ADD_ENTRY", "summary",
         "Milliseconds from an entry's way into the queue until it is on disk.",
@@ -314,5 +315,5 @@ def process_text(
     for sample in samples:
         text.sample(*sample)
     for name, kind, number in process_metrics(started_s):
-        text.sample(name, kind, number)
+        text.sample(name, kind, number, help_text="Of the operating system.")
     return text.text()
