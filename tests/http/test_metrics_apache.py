@@ -1,4 +1,4 @@
-"""/metrics of our bookie beside Apache's under the same load: kinds of equal names, and a text that Prometheus accepts."""
+"""/metrics of our bookie beside Apache's under the same load: equal kinds, and a text that Prometheus accepts."""
 
 from __future__ import annotations
 
