@@ -71,6 +71,7 @@ def run_auto_recovery(
     """
     import socket
 
+    from bkctl.bookie.network import client_tls_context
     from bkctl.daemon import recovery_server
     from bkctl.replication.daemon import AutoRecovery, serve
 
@@ -85,8 +86,8 @@ def run_auto_recovery(
     auto_recovery_of(run.cluster)
     auto_recovery = AutoRecovery(
         run.cluster, config, bookie_id,
-        scopes=scopes, tls=run.access.bookie_tls(TLS_REFRESH_S), addresses=run.access.bookie_addresses(),
-        timeout_s=run.access.timeout_s,
+        scopes=scopes, tls=run.access.bookie_tls(TLS_REFRESH_S) or client_tls_context(config),
+        addresses=run.access.bookie_addresses(), timeout_s=run.access.timeout_s,
     )  # fmt: skip
     row = PlainRow(bookie_id=bookie_id, default_scope=False in scopes, other_scopes=True in scopes, pid=os.getpid())
     with recovery_server(auto_recovery):

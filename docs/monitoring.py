@@ -93,7 +93,7 @@ GUIDES: dict[Code, Guide] = {
     Code.LEDGERS_DANGLING: Guide((("bkctl metadata check", "shows the bookies that ledgers name"),), _RECOVER),
     Code.LEDGERS_SET_ASIDE: Guide((("bkctl bookie check", "reads its files, on its host while it is stopped"),), _MARK),
     Code.LEDGERS_UNREADABLE: Guide((("bkctl ledger verify LEDGER", "says which replicas are sound"), ("bkctl bookie check", "reads its files, on its host while it is stopped")), _MARK),
-    Code.CERTIFICATE_EXPIRES: Guide((("bkctl bookie metrics --match certificate --bookie BOOKIE", "shows the seconds left of each server"),), (("bkctl bookie config --bookie BOOKIE", "shows the files: replace them; with tlsCertFilesRefreshDurationSeconds they are loaded without a restart"),)),
+    Code.CERTIFICATE_EXPIRES: Guide((("bkctl bookie metrics --match certificate --bookie BOOKIE", "shows the seconds left of each: its servers' (bookie, http), and its own one to ZooKeeper (metadata)"),), (("bkctl bookie config --bookie BOOKIE", "shows the files: replace them; with tlsCertFilesRefreshDurationSeconds they are loaded without a restart"),)),
     Code.BOOKIE_WITHOUT_RACK: Guide(_RACKS, (("bkctl bookies racks set BOOKIE --rack RACK", "stores its rack"),)),
     Code.TOO_FEW_RACKS: Guide(_RACKS, (*_START, ("bkctl bookies racks set BOOKIE --rack RACK", "corrects a wrong rack"))),
     Code.RACKS_VIOLATED: Guide((*_RACKS, ("bkctl ledger locate LEDGER", "shows bookies and racks of each fragment")), (("bkctl autorecovery audit --reset-clock placement", "makes the placement check due at the next start of an auditor"),)),
@@ -116,7 +116,7 @@ ALERTS = (
     Alert("BookieDirectoryFull", "bookie_ledger_writable_dirs < bookie_ledger_num_dirs", "has a full ledger directory", "15m", Code.DISK_FULL),
     Alert("BookieLedgersUnavailable", "bkctl_set_aside_ledgers > 0 or bkctl_refused_ledgers > 0", "cannot serve {{ $value }} ledgers", code=Code.LEDGERS_SET_ASIDE),
     Alert("BookieLedgersUnreadable", "bkctl_unreadable_ledgers > 0", "failed to read entries of {{ $value }} ledgers", code=Code.LEDGERS_UNREADABLE),
-    Alert("BookieCertificateExpires", "bookie_certificate_expiry_seconds < 14 * 86400", "has a certificate of its {{ $labels.server }} server that expires in {{ $value | humanizeDuration }}", code=Code.CERTIFICATE_EXPIRES),
+    Alert("BookieCertificateExpires", "bookie_certificate_expiry_seconds < 14 * 86400", "has a certificate ({{ $labels.server }}) that expires in {{ $value | humanizeDuration }}", code=Code.CERTIFICATE_EXPIRES),
     Alert("BookieJournalSlow", 'bookie_journal_JOURNAL_SYNC{success="true", quantile="0.99"} > 1000', "waits {{ $value }} ms for syncs of its journal", "10m", Code.BOOKIE_SLOW),
     Alert("BookieClockSkewed", 'abs(bkctl_clock_seconds - timestamp(bkctl_clock_seconds)) > 5', "has a clock that differs by {{ $value }} s", "5m", Code.CLOCK_SKEW),
     Alert("NoAuditor", 'max(auditor_elected{scopes=""}) == 0', "no auditor is elected among the bookies that are scraped", "15m", Code.NO_AUDITOR),
@@ -321,7 +321,7 @@ def _metrics() -> str:
     ]  # fmt: skip
     lines += [f"| `{each.name}` | {each.kind} | {each.help} |" for each in METRICS]
     lines += [f"| `{name}` | {kind} | Of the operating system. |" for name, kind, _ in process_metrics(0)]
-    lines += ["", "With auto-recovery in the bookie's process (`autoRecoveryDaemonEnabled`):", "", "| metric | kind | what |", "| --- | --- | --- |"]  # fmt: skip
+    lines += ["", "Of auto-recovery, in its own process or in the bookie's (`autoRecoveryDaemonEnabled`; there Apache's names begin with", "`replication_`, which ours and known dashboards do not):", "", "| metric | kind | what |", "| --- | --- | --- |"]  # fmt: skip
     recovery = [
         *auditor_samples(AuditorStats(), scoped=False, attempt_count=0, elected=False),
         *worker_samples(WorkerStats()),

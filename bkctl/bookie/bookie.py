@@ -210,6 +210,7 @@ class Bookie:
             await run_to_end(asyncio.to_thread(self._open_cluster))
         cluster = self._cluster
         assert cluster is not None
+        self.metrics.certificates["metadata"] = cluster.store.tls
         port = config.bookie_port or former_port(config, host) or self._held.enter_context(reserved_port(host))
         self.state_manager.bookie_id = check_bookie_id(config.bookie_id or f"{host}:{port}")
         self.address = (host, port)

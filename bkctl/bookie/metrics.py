@@ -93,7 +93,7 @@ class BookieMetrics:
         self.clients: Callable[[], tuple[int, int]] = lambda: (0, 0)
         #: Connections that a server ended or turned away, by server (`bookie`, `http`) and reason.
         self.ended_connections: dict[str, Mapping[str, int]] = {}
-        #: The TLS of each server, None without.
+        #: The TLS of each server, and of connections to the metadata store; None without.
         self.certificates: dict[str, RefreshedContext | None] = {}
         #: Name, kind, value, labels and help of the counters of auto-recovery in the bookie's process.
         self.auto_recovery: Callable[[], Iterable[tuple[str, str, float | Summary, Mapping[str, str], str]]] = tuple

@@ -6,6 +6,7 @@ Source: BookieImpl.getBookieAddress, BookieNettyServer, TLSContextFactory.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import pwd
@@ -80,13 +81,16 @@ def advertised_host(config: BookieConfig) -> str:
     try:
         if not host:
             interface = config.listening_interface
-            host = _interface_address(interface) if interface else socket.gethostbyname(socket.gethostname())
+            host = _interface_address(interface) if interface else _address_of(socket.gethostname())
             if config.use_host_name_as_bookie_id:
                 name = socket.getfqdn(host)
                 if name == host:
                     raise UsageError(f"Cannot find the host name of {host}", hint="set advertisedAddress")
                 host = name.split(".", 1)[0] if config.use_short_host_name else name
-        is_loopback = socket.gethostbyname(host).startswith("127.")
+            elif ":" in host:
+                problem = f"This bookie's address {host} is one of IPv6, which a bookie id cannot contain"
+                raise UsageError(problem, hint="set useHostNameAsBookieID=true, or advertisedAddress to a name")
+        is_loopback = _is_loopback(host)
     except OSError as error:
         problem = f"Cannot resolve the bookie's address {host!r}: {error}"
         raise UsageError(problem, hint="set advertisedAddress") from error
@@ -96,6 +100,16 @@ def advertised_host(config: BookieConfig) -> str:
             hint="set advertisedAddress or listeningInterface, or allowLoopback=true",
         )
     return host
+
+
+def _address_of(host: str) -> str:
+    """Return the first address of a host, of IPv4 if it has one. Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(_address_of(host).partition("%")[0]).is_loopback
 
 
 def _interface_address(name: str) -> str:
@@ -113,10 +127,10 @@ def _interface_address(name: str) -> str:
 
 
 def listening_host(config: BookieConfig, host: str) -> str:
-    """Return the address to listen on: every one, unless an interface is named or the bookie is on loopback."""
+    """Return the address to listen on: every one (""), unless an interface is named or the bookie is on loopback."""
     if config.listening_interface:
         return _interface_address(config.listening_interface)
-    return host if socket.gethostbyname(host).startswith("127.") else "0.0.0.0"
+    return host if _is_loopback(host) else ""
 
 
 def former_port(config: BookieConfig, host: str) -> int | None:
@@ -139,8 +153,11 @@ def reserved_port(host: str) -> Iterator[int]:
     One that the system chooses could become the port of an outgoing connection while the server is down. Only on Linux
     can a server listen beside the reservation; elsewhere it ends at once. Raises BkctlError if no port is free.
     """
-    address = host if socket.gethostbyname(host).startswith("127.") else ""
-    with socket.socket() as holder:
+    address, family = "", socket.AF_INET
+    if _is_loopback(host):
+        address = _address_of(host)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as holder:
         for port in (*random.sample(_FREE_PORTS, min(100, len(_FREE_PORTS))), 0):
             with contextlib.suppress(OSError):
                 holder.bind((address, port))

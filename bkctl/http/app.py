@@ -141,7 +141,7 @@ class Api:
             request = Request(scope, receive)
             response = await self._answer(request)
             if request.method in ("PUT", "DELETE") and scope["path"] in self._routes and response.status_code != 401:
-                who = request.client.host if request.client is not None else "?"
+                who = request.client.host.removeprefix("::ffff:") if request.client is not None else "?"
                 log.info("%s %s from %s: %d", request.method, scope["path"], who, response.status_code)
             await response(scope, receive, send_bounded)
         except ClientDisconnect:

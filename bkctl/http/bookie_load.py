@@ -572,6 +572,6 @@ def _gauge_findings(bookie_id: str, gauges: Mapping[str, int]) -> Iterator[Healt
         days = left_s // _DAY_S
         when = "has expired" if left_s < 0 else f"expires in {days} {'day' if days == 1 else 'days'}"
         yield health_finding(
-            HealthCode.CERTIFICATE_EXPIRES, bookie_id, f"A TLS certificate of its servers {when}",
+            HealthCode.CERTIFICATE_EXPIRES, bookie_id, f"A TLS certificate of the bookie {when}",
             "error" if left_s < 0 else None, details={"certificateExpirySeconds": left_s},
         )  # fmt: skip

@@ -37,7 +37,8 @@ UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
 UNREADABLE_LEDGER: Final = "bkctl_unreadable_ledger"
 #: Gauge of seconds since the bookie last found its registration in the metadata store; 0 while it finds it.
 UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
-#: Gauge of seconds until the certificate of a server (label `server`: bookie or http) expires; negative afterwards.
+#: Gauge of seconds until a certificate expires, negative afterwards. Label `server`: bookie, http, or metadata (the
+#: bookie's own certificate as a client of the metadata store).
 CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
 #: Gauge of the bookie's clock, in seconds since 1970.
 CLOCK_SECONDS: Final = "bkctl_clock_seconds"
@@ -221,11 +222,12 @@ METRICS: Final = (
         lambda b: b.metrics.clients()[1]),
     Meter("bkctl_server_ended_connections_total", "counter", "Connections that a server ended or turned away.",
         _ended_connections),
-    Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until the certificate of a server expires.", _expiries),
+    Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until a certificate expires: of a server, or to the store.", _expiries),
     Meter("bookie_JOURNAL_DIRS", "gauge", "Journal directories.", lambda b: len(b.storage.journals)),
-    Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "gauge", "Entries that are not on disk yet.",
+    # These two are gauges that Apache's bookie calls counters.
+    Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "counter", "Entries that are not on disk yet.",
         _journals(lambda journal: journal.waiting)),
-    Meter("bookie_journal_JOURNAL_FORCE_WRITE_QUEUE_SIZE", "gauge", "Groups that are written and synced now: 0 or 1.",
+    Meter("bookie_journal_JOURNAL_FORCE_WRITE_QUEUE_SIZE", "counter", "Groups that are written and synced now: 0 or 1.",
         _journals(lambda journal: int(journal.is_writing))),
     Meter("bookie_journal_JOURNAL_ADD_ENTRY", "summary",
         "Milliseconds from an entry's way into the queue until it is on disk.",
@@ -312,5 +314,5 @@ def process_text(
     for sample in samples:
         text.sample(*sample)
     for name, kind, number in process_metrics(started_s):
-        text.sample(name, kind, number)
+        text.sample(name, kind, number, help_text="Of the operating system.")
     return text.text()

@@ -451,6 +451,8 @@ def _open_store(
         store = ZooKeeperStore(location.connect_string, root, security=security, **times)
         if location.pulsar and location.path != "/" and store.get(INSTANCE_ID) is None:
             store.change_root(location.path)
+            if store.get(INSTANCE_ID) is None:  # A new cluster is where Pulsar looks for it.
+                store.change_root(root)
         return store
     if location.driver == "hbase":
         from bkctl.metadata.backends.hbase.hbase_store import HBaseStore

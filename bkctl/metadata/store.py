@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import ssl
     from concurrent.futures import Executor, Future
 
+    from bkctl.metadata.refreshed_tls import RefreshedContext
+
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -215,13 +217,14 @@ class StoreSecurity:
             merged = replace(merged, user=other.user, password=other.password, sasl=other.sasl)
         return merged
 
-    def tls_context(self) -> ssl.SSLContext | None:
-        """Return the context for connections; None without `tls`. Raises UsageError for an unusable file."""
+    def tls_context(self, refresh_s: float = 0) -> ssl.SSLContext | None:
+        """Return the context for connections; None without `tls`. `refresh_s` as in client_tls, which may raise."""
         if not self.tls:
             return None
         return client_tls(
-            self.ca, self.certificate, self.key, key_password=self.key_password, verify_hostname=self.verify_hostname
-        )
+            self.ca, self.certificate, self.key, key_password=self.key_password, verify_hostname=self.verify_hostname,
+            refresh_s=refresh_s,
+        )  # fmt: skip
 
 
 NO_SECURITY: Final = StoreSecurity()
@@ -337,6 +340,8 @@ class MetadataStore(Closing):
 
     #: Name of this store in messages: `/ledgers of ZooKeeper at 127.0.0.1:2181`.
     name: str
+    #: The TLS of its connections, where certificates are loaded again.
+    tls: RefreshedContext | None = None
     _invalid_names: dict[str, None] | None = None
 
     @abstractmethod

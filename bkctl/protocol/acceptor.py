@@ -84,17 +84,29 @@ class ClientProtocol(Protocol):
         """Close the connection at once."""
 
 
+def has_ipv6() -> bool:
+    """Return True if this system can listen on addresses of IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
 async def claim_port(host: str, port: int) -> list[socket.socket]:
-    """Bind a socket to each address of `host`; port 0 picks a free one. Raises OSError.
+    """Bind a socket to each address of `host` ("": all, of IPv6 too); port 0 picks a free one. Raises OSError.
 
     Nothing listens yet, so clients are refused; until then no other server gets the port, unless connections of an
     earlier server linger there (TIME_WAIT): Linux lets a second one in beside such a socket, but not beside a listener.
     """
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     claimed: list[socket.socket] = []
     try:
         for family, kind, number, _, address in dict.fromkeys(found):
+            if not host and family == socket.AF_INET6 and not has_ipv6():
+                continue
             listener = socket.socket(family, kind, number)
             claimed.append(listener)
             if family == socket.AF_INET6:

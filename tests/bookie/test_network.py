@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
 import sys
 
 import pytest
+from support.servers import free_port
 
 from bkctl.bookie import network
 from bkctl.bookie.network import reserved_port
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
+from bkctl.protocol.acceptor import claim_port, has_ipv6
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a reservation lasts on Linux only")
@@ -28,6 +31,33 @@ def test_reserved_port_is_for_one_caller_and_its_server_can_listen(monkeypatch: 
                 server.listen()
     with reserved_port("127.0.0.1") as third:
         assert third == first
+
+
+def test_a_bookie_on_all_addresses_answers_on_those_of_ipv6() -> None:
+    async def main() -> None:
+        claimed = await claim_port(network.listening_host(BookieConfig(), "192.0.2.7"), free_port())
+        for listener in claimed:
+            listener.listen()
+        port = claimed[0].getsockname()[1]
+        for address in ("127.0.0.1", "::1") if has_ipv6() else ("127.0.0.1",):
+            socket.create_connection((address, port), 5).close()
+        for listener in claimed:
+            listener.close()
+
+    asyncio.run(main())
+
+
+def test_a_host_with_ipv6_only_is_registered_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod of a cluster with IPv6 only."""
+    name = "bookie-0.bookie.bk.svc.cluster.local"
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::7", 0, 0, 0))]
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "bookie-0")
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(network.socket, "getfqdn", lambda host: name if host == "fd00::7" else host)
+    assert network.advertised_host(BookieConfig(use_host_name_as_bookie_id=True)) == name
+    with pytest.raises(UsageError, match="fd00::7 is one of IPv6") as refused:
+        network.advertised_host(BookieConfig())
+    assert "useHostNameAsBookieID" in (refused.value.hint or "")
 
 
 def _context(monkeypatch: pytest.MonkeyPatch, *protocols: str) -> ssl.SSLContext:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.command_line import CommandLine
 
+from bkctl.errors import BkctlError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
@@ -275,6 +277,29 @@ def test_auto_recovery_without_a_scope_or_a_cluster_is_refused(cli: Cli, store: 
     assert (result.code, result.out) == (2, "")
     store.store.put("underreplication/LAYOUT", b'type: "BASIC"\nversion: 2\n', None)
     assert cli("autorecovery", "run").code == 8
+
+
+def test_auto_recovery_speaks_tls_to_bookies_as_its_configuration_says(
+    cli: Cli, store: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography.x509")
+    from support.certificates import write_pair
+
+    own, conf = tmp_path / "own.pem", tmp_path / "bookkeeper.conf"
+    write_pair(own, own, 1)
+    taken: list[object] = []
+
+    def take(*_: object, tls: object, **__: object) -> None:
+        taken.append(tls)
+        raise BkctlError("enough")
+
+    monkeypatch.setattr("bkctl.replication.daemon.AutoRecovery", take)
+    uri = store.store.name.replace("metadata store ", "sqlite://")
+    for more in ("", f"tlsProviderFactoryClass=x\ntlsTrustStore={own}\ntlsCertificatePath={own}\ntlsKeyStore={own}\n"):
+        conf.write_text(f"metadataServiceUri={uri}\nbookieId=b1:1\n{more}")
+        refused = cli("autorecovery", "run", "--conf", conf)
+        assert (refused.code, "enough" in refused.err) == (1, True), refused.err
+    assert [type(each) for each in taken] == [type(None), ssl.SSLContext]
 
 
 def test_an_audit_is_asked_of_the_auditor_that_there_is(cli: Cli, state: AutoRecoveryState, store: Cluster) -> None:

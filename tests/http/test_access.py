@@ -32,6 +32,7 @@ from bkctl.http.server_url import bookie_url, token_for_registered
 from bkctl.http.service import Service
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import RegisteredBookie, open_cluster
+from bkctl.protocol.acceptor import has_ipv6
 from bkctl.protocol.connection import run
 
 V1 = "/api/v1"
@@ -425,6 +426,16 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
+def own_ipv6_addresses() -> list[str]:
+    """The addresses of IPv6 of this machine: ::1, and one beyond loopback; none without IPv6."""
+    if not has_ipv6():
+        return []
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            probe.connect(("2001:db8::1", 9))  # nothing is sent
+        return sorted({"::1", str(probe.getsockname()[0])} - {"::"})
+
+
 def answer_at(host: str, port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, Any]]:
     """Status and, for JSON, the answer of the server at any address of this machine; of no probe's text."""
     connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
@@ -449,8 +460,9 @@ def test_bookie_without_token_serves_probes_everywhere_and_the_rest_on_loopback(
     port = bookie.http_port
     token = token_path("127.0.0.1", port)
     right = {"Authorization": f"Bearer {token.read_text().strip()}"}
-    for address in ("127.0.0.1", "127.0.0.2", own_address()):
+    for address in ("127.0.0.1", "127.0.0.2", own_address(), *own_ipv6_addresses()):
         for path in PROBES:
+            assert answer_at(address, port, path, "HEAD")[0] == 200, (address, path)
             for sent in (
                 {},
                 {"Host": "probe.example"},
@@ -465,9 +477,10 @@ def test_bookie_without_token_serves_probes_everywhere_and_the_rest_on_loopback(
                 assert str(token) in refused["hint"]
                 assert "httpServerTokenFile" in refused["hint"]
         allowed = {answer_at(address, port, path, **right)[0] for path in OTHERS}
-        assert allowed == ({401} if address == own_address() else {200, 404}), address
+        is_loopback = address.startswith("127.") or address == "::1"
+        assert allowed == ({200, 404} if is_loopback else {401}), address
         status, _ = answer_at(address, port, f"{V1}/bookie/gc", "PUT", **right)
-        assert status == (401 if address == own_address() else 200)
+        assert status == (200 if is_loopback else 401)
     assert answer_at("127.0.0.1", port, OTHERS[1], **right, Host="evil.example")[0] == 403
     said = [line for line in bookie.log_tail(size_max=1 << 20).splitlines() if "WARNING" in line]
     (warning,) = [line for line in said if "has no token" in line]

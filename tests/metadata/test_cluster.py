@@ -160,6 +160,15 @@ def test_pulsars_uri_finds_its_root(zookeeper_server: Any, path: str) -> None:
             pulsar.store.delete("INSTANCEID")
 
 
+def test_a_cluster_created_by_pulsars_uri_is_where_pulsar_looks_for_it(zookeeper: Any) -> None:
+    """Source: Pulsar's AbstractMetadataDriver: below the chroot, whatever else the path is."""
+    path = zookeeper.new_root()
+    with open_cluster(f"metadata-store:zk:{zookeeper.connect_string}{path}", create=True) as created:
+        instance_id = created.instance_id()
+    with open_cluster(zookeeper.metadata_uri(f"{path}/ledgers")) as cluster:
+        assert cluster.instance_id() == instance_id
+
+
 @pytest.mark.parametrize("uri", ["metadata-store:etcd:http://127.0.0.1:2379", "zk+ms://127.0.0.1/ledgers", "other://x"])
 def test_unknown_stores_are_unsupported(uri: str) -> None:
     with pytest.raises(Unsupported):

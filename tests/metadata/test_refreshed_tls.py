@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from support.waiting import eventually
 
 from bkctl.errors import UsageError
 from bkctl.http.server_settings import tls_context
+from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
 from bkctl.metadata.refreshed_tls import RefreshedContext
-from bkctl.metadata.store import client_tls
+from bkctl.metadata.store import StoreSecurity, client_tls
 
 
 @pytest.fixture
@@ -149,6 +151,39 @@ def connected_or_error(server: ssl.SSLContext, client: ssl.SSLContext) -> Iterat
             yield
     finally:
         thread.join()
+
+
+def test_next_connection_to_zookeeper_presents_the_new_certificate(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    own = tmp_path / "own.pem"
+    write_pair(own, own, 11, days=3)
+    security = StoreSecurity(tls=True, ca=str(pair[0]), certificate=str(own), key=str(own))
+    connection = ZooKeeperConnection("127.0.0.1:1", "/ledgers", security=security)
+    server = tls_context(str(pair[0]), None, str(own), str(pair[1]))
+
+    def presented() -> int:
+        """The serial number of the certificate that kazoo's next connection shows."""
+        shown: list[int] = []
+
+        def accept() -> None:
+            with contextlib.closing(server.wrap_socket(listener.accept()[0], server_side=True)) as here:
+                shown.append(serial_of(here))
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=accept)
+            thread.start()
+            address = listener.getsockname()
+            connection.client.handler.create_connection(address=address, hostname="127.0.0.1", timeout=30).close()
+            thread.join()
+        return shown[0]
+
+    assert presented() == 11
+    write_pair(own, own, 12, days=60)
+    server.refresh()
+    assert connection.tls is not None
+    connection.tls.refresh()
+    assert presented() == 12
+    assert connection.tls.expires_s is not None
+    assert connection.tls.expires_s > time.time() + 59 * 86_400
 
 
 def test_files_are_looked_at_until_nobody_has_the_context(pair: tuple[Path, Path]) -> None:

@@ -164,6 +164,13 @@ def image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> Chroot:
     return chroot
 
 
+def test_any_user_of_group_0_can_write_what_pulsar_s_chart_writes(image: Chroot) -> None:
+    for name in ("pulsar/conf", "pulsar/conf/bookkeeper.conf", "pulsar/data", "pulsar/bin", "var/lib/bkctl"):
+        found = (image.root / name).stat()
+        assert (found.st_uid, found.st_gid) == (10000, 0), name
+        assert found.st_mode >> 3 & 7 == found.st_mode >> 6 & 7, name
+
+
 #: Mounts of a container with a read-only root: volumes, a temporary directory, /proc and /dev, and loopback alone.
 CONTAINER = """
 set -e

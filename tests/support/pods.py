@@ -131,7 +131,8 @@ class Pod(Server):
         self.home = network.directory / name
         self.script = script
         self._space = network.space(name, number)
-        path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin:/pulsar/bin"
+        # The image has no nslookup and no keytool but those in /pulsar/bin.
+        path = f"{Path(sys.executable).parent}:/pulsar/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         self.env = {"PATH": path, "HOME": "/pulsar/data", "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", **env}
         super().__init__(name, self.home / "log", lambda: self._command_of(self.script), self._serves)
         shutil.copytree(PULSAR, self.home / "pulsar")
@@ -164,10 +165,10 @@ class Pod(Server):
 class PodZooKeeper(ZooKeeperServer):
     """A ZooKeeper that the pods reach at `zookeeper`."""
 
-    def __init__(self, network: Network, java: Any, number: int) -> None:
+    def __init__(self, network: Network, java: Any, number: int, config: str = "") -> None:
         self._network = network
         self._space = network.space("zookeeper", number)
-        super().__init__(java, network.directory / "zookeeper", config="clientPortAddress=0.0.0.0\n")
+        super().__init__(java, network.directory / "zookeeper", config=f"clientPortAddress=0.0.0.0\n{config}")
 
     @property
     def connect_string(self) -> str:

@@ -306,6 +306,12 @@ def fetch_etcd_driver() -> Path:
     return _fetch(name, "Apache's etcd driver", "etcd-pom.xml", "dependency:copy")
 
 
+def fetch_prometheus_provider(version: str = BOOKKEEPER_VERSION) -> Path:
+    """The directory that holds BookKeeper's metrics for Prometheus and what they need. As `fetch_jars`."""
+    what = f"the metrics provider of BookKeeper {version}"
+    return _fetch(f"prometheus-{version}", what, "prometheus-pom.xml", f"-Dbookkeeper.version={version}")
+
+
 def fetch_hbase() -> Path:
     """The directory that holds Apache HBase HBASE_VERSION and all it needs. As `fetch_jars`."""
     return _fetch(f"hbase-{HBASE_VERSION}", "Apache HBase", "hbase-pom.xml", f"-Dhbase.version={HBASE_VERSION}")
@@ -651,6 +657,15 @@ def read_ledgers(
     lines = "".join(f"{one['ledgerId']} {one['digestType']} {one['password'] or '-'} {how}\n" for one in ledgers)
     answers = java.run("ReadLedgers", metadata_uri, protocol, input=lines).stdout
     return [json.loads(line) for line in answers.splitlines()]
+
+
+class JavaWithMetrics(Java):
+    """Java with Apache BookKeeper and its metrics for Prometheus."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_path += f":{fetch_prometheus_provider()}/*"
+        self._shared = ()  # An archive is for one class path.
 
 
 class JavaOnEtcd(Java):

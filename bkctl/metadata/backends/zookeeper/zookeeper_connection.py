@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
@@ -39,10 +39,12 @@ from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
-from bkctl.metadata.store import StoreConnection, failure_reason, full_path, refusals
+from bkctl.metadata.store import TLS_REFRESH_S, StoreConnection, failure_reason, full_path, refusals
 
 if TYPE_CHECKING:
     import ssl
+
+    from bkctl.metadata.refreshed_tls import RefreshedContext
 
 _FIRST_ANSWER_S: Final = 0.3
 _RETRY_PAUSE_S: Final = 0.02
@@ -109,7 +111,7 @@ class ZooKeeperConnection(StoreConnection):
         #: Called on kazoo's thread once a new session replaces a lost one: must only note and wake.
         self.on_new_session: Callable[[], None] = lambda: None
         self._session_lost = False
-        self._tls = self.security.tls_context()
+        self.tls = cast("RefreshedContext | None", self.security.tls_context(TLS_REFRESH_S))
         self.client = self.new_client()
         self.client.add_listener(self._on_state)
 
@@ -121,7 +123,7 @@ class ZooKeeperConnection(StoreConnection):
         return KazooClient(
             self.hosts,
             timeout=self.session_timeout_s,
-            handler=_Handler(self._tls),
+            handler=_Handler(self.tls),
             connection_retry=KazooRetry(max_tries=-1, delay=0.05, backoff=2, max_jitter=0.4, max_delay=1.0),
             default_acl=list(CREATOR_ALL_ACL) if security.creator_acl else None,
             auth_data=[("digest", f"{security.user}:{security.password}")] if has_digest else None,
@@ -142,7 +144,7 @@ class ZooKeeperConnection(StoreConnection):
         if self.connected.wait(min(_FIRST_ANSWER_S, timeout_s)):
             return
 
-        connect = partial(_connect, tls=self._tls)
+        connect = partial(_connect, tls=self.tls)
         if reasons := refusals(self.client.hosts, deadline, connect):
             raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
         if not self.connected.wait(max(deadline - time.monotonic(), 0)):

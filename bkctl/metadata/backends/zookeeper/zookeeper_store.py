@@ -203,7 +203,7 @@ class ZooKeeperStore(ZooKeeperNodes):
     def __init__(self, hosts: str, root: str, **settings: Any) -> None:
         self.hosts = hosts
         super().__init__(ZooKeeperConnection(hosts, root, **settings))
-        self.name = self._connection.name
+        self.name, self.tls = self._connection.name, self._connection.tls
         self._watches = ZooKeeperWatches(self._connection, self._restore_ephemerals)
         try:
             self._connection.open()
