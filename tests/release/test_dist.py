@@ -15,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from release.conftest import BIN, run
 from support.servers import require
 
@@ -153,9 +155,31 @@ def test_one_file_runs_with_nothing_but_python(dist: Path, tmp_path: Path) -> No
         subprocess.run([*command, "local", "down", "--dir", str(tmp_path / "cluster")], env=env, check=True)
 
 
+def test_one_file_finds_its_python_or_says_which_it_needs(tmp_path: Path) -> None:
+    start = (Path(__file__).parents[2] / "release/onefile_start.py").read_text()
+    assert 'VERSION = "3.11"' in start
+    program = tmp_path / "bkctl.pyz"
+    program.write_text(start.replace('VERSION = "3.11"', 'VERSION = "3.99"'))
+    command, env = [sys.executable, str(program), "bookie", "check"], {"PATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"bkctl: {program} needs Python 3.99, and {sys.executable} is Python 3.")
+    (tmp_path / "python3.99").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python3.99").chmod(0o755)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{program} bookie check\n")
+    # What is called that, and is another Python, does not start itself for ever.
+    (tmp_path / "python3.99").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "needs Python 3.99" in done.stderr
+
+
 def test_sbom_names_the_version_and_what_it_needs_with_hashes(dist: Path) -> None:
     run(["release/sbom"], dist.parent, BIN=str(BIN))
-    bom = json.loads((dist / "bkctl.cdx.json").read_text())
+    text = (dist / "bkctl.cdx.json").read_text()
+    bom = json.loads(text)
+    assert JsonStrictValidator(SchemaVersion.from_version(bom["specVersion"])).validate_str(text) is None
     assert bom["bomFormat"] == "CycloneDX"
     assert (bom["metadata"]["component"]["name"], bom["metadata"]["component"]["version"]) == ("bkctl", __version__)
     names = {component["name"] for component in bom["components"]}

@@ -8,12 +8,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 from release.conftest import BIN, ROOT, copy_checkout
+from support.go_programs import go_program
 from support.servers import require
 
 CONTAINERFILE = ROOT / "Containerfile"
@@ -36,6 +38,28 @@ def stages() -> list[list[Step]]:
             found.append([])
         found[-1].append(step)
     return found
+
+
+def build_context(target: Path) -> Path:
+    """Copy what a builder sends to an engine: the checkout but for what .dockerignore leaves out."""
+    checkout = copy_checkout(target.with_name("checkout"))
+    rules = (ROOT / ".dockerignore").read_text().split()
+    for path in sorted(checkout.rglob("*")):
+        if path.is_file() and is_sent(path.relative_to(checkout), rules):
+            (target / path.relative_to(checkout)).parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target / path.relative_to(checkout))
+    return target
+
+
+def is_sent(path: Path, rules: list[str]) -> bool:
+    """Return True unless the last rule of .dockerignore for a file, or a directory above it, leaves it out."""
+    sent, names = True, [path, *path.parents[:-1]]
+    for rule in rules:
+        pattern = rule.removeprefix("!")
+        tail, depth = pattern.removeprefix("**/"), len(Path(pattern).parts)
+        if any(name.match(tail) and (tail != pattern or len(name.parts) == depth) for name in names):
+            sent = rule.startswith("!")
+    return sent
 
 
 def compose() -> dict[str, Any]:
@@ -73,6 +97,36 @@ def test_compose_names_only_what_it_declares() -> None:
             assert "/tmp" in service["tmpfs"]
     targets = yaml.safe_load((ROOT / "image/prometheus.yml").read_text())["scrape_configs"][0]["static_configs"]
     assert [target.partition(":")[0] for target in targets[0]["targets"]] == ["bookie-1", "bookie-2", "bookie-3"]
+
+
+def test_compose_file_is_valid_and_complete() -> None:
+    """compose-go is what `docker compose config` loads a file with."""
+    load = go_program("github.com/compose-spec/compose-go/v2", "/cmd", "v2.9.1")
+    done = subprocess.run([load, "compose.yaml"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    project = yaml.safe_load(done.stdout)
+    assert project["services"].keys() == compose()["services"].keys()
+    bookie = project["services"]["bookie-3"]
+    assert bookie["read_only"] is True
+    assert bookie["depends_on"]["init"]["condition"] == "service_completed_successfully"
+    assert project["services"]["init"]["depends_on"]["zookeeper"]["condition"] == "service_healthy"
+    published = [port for service in project["services"].values() for port in service.get("ports", [])]
+    assert {port["host_ip"] for port in published} == {"127.0.0.1"}
+
+
+def test_the_image_is_built_from_everything_that_a_wheel_holds(tmp_path: Path) -> None:
+    context = build_context(tmp_path / "context")
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = [pattern for patterns in setuptools["data-files"].values() for pattern in patterns]
+    assert [pattern for pattern in patterns if not list(context.glob(pattern))] == []
+    directories = setuptools["package-dir"]
+    packages = [directories.get(name, name.replace(".", "/")) for name in setuptools["packages"]]
+    packages = [re.sub("^bkctl/commands", "commands", name) for name in packages]
+    assert [name for name in packages if not (context / name / "__init__.py").exists()] == []
+    copied = [word for step in stages()[0] if step.name == "COPY" for word in step.text.split()[:-1]]
+    assert [name for name in copied if not (context / name).exists()] == []
+    assert not (context / "CONTRIBUTING.md").exists()
+    assert not list(context.rglob("*.so"))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +206,7 @@ class Chroot:
 def image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> Chroot:
     """The root file system that the Containerfile describes."""
     tmp = tmp_path_factory.mktemp("image")
-    context = copy_checkout(tmp / "context")
+    context = build_context(tmp / "context")
     earlier: dict[str, Path] = {}
     for number, steps in enumerate(stages()):
         chroot = Chroot(tmp / f"stage-{number}", context, earlier)

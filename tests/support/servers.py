@@ -284,7 +284,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold `path` as a lock between test runs that share one cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
@@ -330,7 +330,7 @@ def fetch_s3a(hadoop_version: str) -> Path:
 
 def _fetch(name: str, what: str, pom: str, *arguments: str) -> Path:
     jars = CACHE / name
-    with _locked(CACHE / f"{name}.lock"):
+    with locked(CACHE / f"{name}.lock"):
         if jars.is_dir():
             return jars
         maven = shutil.which("mvn")
@@ -403,7 +403,7 @@ class Java:
             sources = sorted(self.sources.glob("*.java"))
             digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
             programs = CACHE / "programs" / f"{self.version}-{digest}.jar"
-            with _locked(CACHE / "programs.lock"):
+            with locked(CACHE / "programs.lock"):
                 if not programs.exists():
                     programs.parent.mkdir(exist_ok=True)
                     with tempfile.TemporaryDirectory(dir=programs.parent) as scratch:
@@ -425,7 +425,7 @@ class Java:
     def _libraries(self) -> Path:
         """The directory of RocksDB's library, which each JVM would unpack for itself else."""
         libraries = CACHE / "libraries" / self.version
-        with _locked(CACHE / "libraries.lock"):
+        with locked(CACHE / "libraries.lock"):
             if not libraries.is_dir():
                 libraries.parent.mkdir(exist_ok=True)
                 with tempfile.TemporaryDirectory(dir=libraries.parent) as scratch:
@@ -448,7 +448,7 @@ class Java:
         Made once for each Java and release, from a short life of a small cluster. Without an archive all works as well.
         """
         archive = self._archive()
-        with _locked(CACHE / "archives.lock"):
+        with locked(CACHE / "archives.lock"):
             if archive.exists():
                 return
             archive.parent.mkdir(exist_ok=True)
