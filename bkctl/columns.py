@@ -60,6 +60,18 @@ def base64_text(data: bytes | bytearray | memoryview) -> str:
     return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
+def size_text(size_bytes: int) -> str:
+    """Return `size_bytes` for people: exact below 10 KiB, else three digits and a binary unit."""
+    if size_bytes < 10240:
+        return f"{size_bytes} B"
+    value, unit = size_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB", "PiB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
 def plain(text: str) -> str:
     """Return `text` with control characters as `\\xNN`, so that no value can steer a terminal or break a row."""
     return text if text.isprintable() else _STEERING.sub(_escape, text)

@@ -64,11 +64,15 @@ class RoundRobinDistributionSchedule:
 
     def entry_count(self, index: int, first: int, last: int) -> int:
         """Return the number of the entries `first` to `last` that are on ensemble index `index`."""
-        found = 0
-        for w in range(self.write_quorum_size):
-            start = first + (index - w - first) % self.ensemble_size
-            found += 0 if start > last else (last - start) // self.ensemble_size + 1
-        return found
+        size, quorum = self.ensemble_size, self.write_quorum_size
+        rounds, rest = divmod(max(last - first + 1, 0), size)
+        # The first `rest` entries are left over, of which the one `at` is the last of the first quorum there.
+        at = (index - first) % size
+        before, after = at + 1 - quorum, at + 1
+        found = rounds * quorum + (rest if rest < after else after)
+        if before > 0:
+            return found - (rest if rest < before else before)
+        return found + (rest - before - size if rest > before + size else 0)
 
     @property
     def missing_count_for_recovery(self) -> int:

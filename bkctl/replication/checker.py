@@ -135,7 +135,7 @@ class LedgerChecker:
         for fragment in fragments:
             faults = await checker.faults(fragment, fragment.ensemble)
             if faults:
-                bad.append(replace(fragment, faults=faults))
+                bad.append(fragment._replace(faults=faults))
         gone = _gone_at_end(access.metadata, confirmed, registered)
         return LedgerCheck(ledger, access.versioned, confirmed, tuple(bad), gone, problem)
 
@@ -157,7 +157,7 @@ class LedgerChecker:
         write_set = [fragment.bookies[index] for index in access.schedule.write_set(entry_id)]
         checker = _FragmentChecker(self.replicas, access, registered, 100, True, self._rng)
         faults = await checker.faults(alone, write_set)
-        return replace(alone, first_entry_id=fragment.first_entry_id, faults=faults)
+        return alone._replace(first_entry_id=fragment.first_entry_id, faults=faults)
 
     async def on_bookies(
         self, ledger: LedgerId, bookies: Collection[str], found: VersionedMetadata | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -89,8 +88,7 @@ class ReplicaFault(NamedTuple):
     error: BkctlError | None = None
 
 
-@dataclass(frozen=True)
-class LedgerFragment:
+class LedgerFragment(NamedTuple):
     """Consecutive entries of a ledger on one ensemble, and the faults of its bookies. Source: LedgerFragment.
 
     `first_entry_id` is the key of the fragment in the metadata. `last_entry_id` is the last entry known to exist, and
@@ -125,7 +123,7 @@ class LedgerFragment:
         faults = [
             ReplicaFault(index, self.ensemble[index], FaultReason.GIVEN, self.entry_count(index)) for index in indexes
         ]
-        return replace(self, faults=tuple(faults))
+        return self._replace(faults=tuple(faults))
 
     def entry_count(self, index: int) -> int:
         """Return the number of entries that the bookie at ensemble index `index` should hold."""

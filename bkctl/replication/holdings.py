@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -42,8 +42,7 @@ class Stripe(NamedTuple):
         return None if self.last is None else (self.last - self.first) // len(self.fragment.ensemble) + 1
 
 
-@dataclass(frozen=True)
-class HeldLedger:
+class HeldLedger(NamedTuple):
     """A ledger whose metadata names some of the wanted bookies, and the fragments that do.
 
     The wanted bookies are the bad ones of the fragments. A fragment that still grows is not closed, and has no entries.
@@ -96,23 +95,22 @@ class HeldLedger:
                     yield Stripe(fragment, bookies, first, last)
 
 
-def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collection[str]) -> HeldLedger | None:
+def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Set[str]) -> HeldLedger | None:
     """Return what `bookie_ids` hold of the ledger; None if its metadata names none of them."""
     metadata = found.metadata
-    schedule = RoundRobinDistributionSchedule.of(metadata)
-    ends = [fragment.first_entry_id - 1 for fragment in metadata.ensembles[1:]]
+    schedule, ensembles = RoundRobinDistributionSchedule.of(metadata), metadata.ensembles
     fragments = []
-    for (first, bookies), end in zip(
-        metadata.ensembles, [*ends, metadata.last_entry_id if metadata.is_closed else None], strict=True
-    ):
-        last = first - 1 if end is None else max(end, first - 1)
-        faults = tuple(
-            ReplicaFault(index, bookie_id, FaultReason.GIVEN, schedule.entry_count(index, first, last))
-            for index, bookie_id in enumerate(bookies)
-            if bookie_id in bookie_ids
-        )
-        if faults:
-            fragments.append(LedgerFragment(ledger, first, last, bookies, end is not None, schedule, faults))
+    for number, (first, bookies) in enumerate(ensembles, 1):
+        if not bookie_ids.isdisjoint(bookies):
+            end = metadata.last_entry_id if metadata.is_closed else None
+            end = ensembles[number].first_entry_id - 1 if number < len(ensembles) else end
+            last = first - 1 if end is None else max(end, first - 1)
+            faults = [
+                ReplicaFault(index, bookie_id, FaultReason.GIVEN, schedule.entry_count(index, first, last))
+                for index, bookie_id in enumerate(bookies)
+                if bookie_id in bookie_ids
+            ]
+            fragments.append(LedgerFragment(ledger, first, last, bookies, end is not None, schedule, tuple(faults)))
     return HeldLedger(ledger, found, tuple(fragments)) if fragments else None
 
 

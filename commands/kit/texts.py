@@ -8,6 +8,7 @@ from typing import Final
 
 from bkctl.columns import base64_text
 from bkctl.columns import plain as plain
+from bkctl.columns import size_text as size_text
 
 NULL: Final = "-"
 BOLD: Final = "\x1b[1m"
@@ -16,18 +17,6 @@ YELLOW: Final = "\x1b[33m"
 RED: Final = "\x1b[31m"
 CYAN: Final = "\x1b[36m"
 RESET: Final = "\x1b[0m"
-
-
-def size_text(size_bytes: int) -> str:
-    """Return `size_bytes` for people: exact below 10 KiB, else three digits and a binary unit."""
-    if size_bytes < 10240:
-        return f"{size_bytes} B"
-    value, unit = size_bytes / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB", "PiB"):
-        if value < 999.5:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
 
 
 def duration_text(seconds: float) -> str:

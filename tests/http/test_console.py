@@ -17,7 +17,7 @@ from support.servers import Server, require
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
-from bkctl.http.console.pages import FRAGMENTS_DRAWN_MAX, LEDGERS_A_PAGE, PAGES
+from bkctl.http.console.pages import FRAGMENTS_DRAWN_MAX, LEDGERS_A_PAGE, PAGES, chart
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.underreplication import LedgerMarks, mark_path
@@ -113,8 +113,9 @@ def test_signing_out_ends_the_session(site: Site) -> None:
 def test_other_sites_cannot_sign_in_and_no_method_changes_anything(site: Site) -> None:
     assert site.sign_in(site.token, Origin="http://elsewhere.example").status == 403
     sent = {"Authorization": "Bearer none", "Cookie": site.cookie}
-    for method in ("PUT", "DELETE"):
-        assert call(site.port, method, "/console/ledgers", headers=sent).status == 405
+    for method in ("PUT", "DELETE", "OPTIONS"):
+        answer = call(site.port, method, "/console/ledgers", headers=sent)
+        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
 
 
 def test_a_session_is_for_pages_only(site: Site) -> None:
@@ -159,7 +160,9 @@ def test_a_ledger_is_found_by_any_form_of_its_id(site: Site) -> None:
     for form in ("7:1", f"{7:016x}{1:016x}", "0x7:0x1"):
         answer = site.get(f"ledgers?q={quote(form)}", site.cookie)
         assert (answer.status, answer.headers["location"]) == (303, f"/console/ledger/{quote(str(HOSTILE))}")
-    assert site.get("ledgers?q=nonsense", site.cookie).status == 400
+    refused = site.get("ledgers?q=nonsense", site.cookie)
+    assert refused.status == 400
+    assert "/console/bookies" in refused.body.decode()  # The navigation stays.
     assert site.get("ledger/7:99", site.cookie).status == 404
     assert site.get("nothing", site.cookie).status == 404
     assert site.get("ledgers/7", site.cookie).status == 404
@@ -175,6 +178,25 @@ def test_the_ledgers_of_a_scope_and_an_application_come_page_by_page(site: Site)
         path = None if following is None else following[1].replace("&amp;", "&")
     assert seen == [str(LedgerId(9, index)) for index in range(LEDGERS_A_PAGE + 20)]
     assert "None of the" in site.get("ledgers?scope=9&application=other", site.cookie).body.decode()
+
+
+def test_ledgers_are_found_by_a_bookie_of_their_ensembles(site: Site) -> None:
+    text = site.get("ledgers?bookie=b3:1&scope=0", site.cookie).body.decode()
+    assert re.findall(r'<th scope="row"><a href="[^"]*">([^<]*)<', text) == [str(LONG)]
+    assert "None of the" in site.get("ledgers?bookie=b77:1&scope=0", site.cookie).body.decode()
+
+
+def test_numbers_of_open_ledgers_are_not_shown_as_known(site: Site) -> None:
+    text = site.get(f"ledger/{LONG}", site.cookie).body.decode()
+    assert text.count("known once it is closed") == 2
+    assert 'b9:1</a> <span class="down">(down)' in text
+
+
+def test_charts_go_by_time_and_break_where_a_number_is_missing() -> None:
+    found = chart("Adds", "a second", [(0, 1.0), (1000, None), (3000, 2.0), (4000, 4.0)])
+    assert found.path == "M0.0,35.0h0M180.0,24.0h0L240.0,2.0"
+    assert (found.last, found.highest) == (4.0, 4.0)
+    assert chart("Adds", "a second", []).path == ""
 
 
 def test_a_ledger_is_drawn_over_its_entries_and_as_a_table(site: Site) -> None:

@@ -34,7 +34,8 @@ MARKS_A_PAGE: Final = 1000
 FRAGMENTS_DRAWN_MAX: Final = 200
 SCOPES_MAX: Final = 200
 #: Custom metadata is cut to this length, in characters.
-CUSTOM_LENGTH_MAX: Final = 2000
+CUSTOM_LENGTH_MAX: Final = 1000
+CUSTOM_KEYS_MAX: Final = 100
 #: The size of the drawing of a ledger.
 WIDTH, ROW_HEIGHT = 1000, 28
 #: The size of a chart.
@@ -65,11 +66,11 @@ class ConsolePage(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A line over the last hour: its points for SVG, the newest and the highest value, and what it shows."""
+    """A line over the last hour: its path for SVG, the newest and the highest value, and what it shows."""
 
     title: str
     unit: str
-    points: str
+    path: str
     last: float | None
     highest: float | None
 
@@ -102,32 +103,33 @@ _CHARTS: Final = (
 )
 
 
-def chart(title: str, unit: str, numbers: Sequence[float | None]) -> Chart:
-    """Return the chart of numbers, the newest last; gaps are left out."""
-    known = [number for number in numbers if number is not None]
-    highest = max(known, default=None)
+def chart(title: str, unit: str, numbers: Sequence[tuple[int, float | None]]) -> Chart:
+    """Return the chart of numbers at times in milliseconds, the newest last; the line has gaps where none is known."""
+    highest = max((number for _, number in numbers if number is not None), default=None)
     scale = (CHART_HEIGHT - 4) / (highest or 1.0)
-    step = CHART_WIDTH / max(len(numbers) - 1, 1)
-    places = (
-        f"{index * step:.1f},{CHART_HEIGHT - 2 - number * scale:.1f}"
-        for index, number in enumerate(numbers)
-        if number is not None
-    )
-    return Chart(title, unit, " ".join(places), numbers[-1] if numbers else None, highest)
+    step = CHART_WIDTH / max(numbers[-1][0] - numbers[0][0], 1) if numbers else 0
+    path, is_gap = "", True
+    for at_ms, number in numbers:
+        if number is not None:
+            place = f"{(at_ms - numbers[0][0]) * step:.1f},{CHART_HEIGHT - 2 - number * scale:.1f}"
+            path += f"M{place}h0" if is_gap else f"L{place}"  # A point alone is a dot.
+        is_gap = number is None
+    return Chart(title, unit, path, numbers[-1][1] if numbers else None, highest)
 
 
 def _overview(of: Sources) -> Values:
-    states = Counter(bookie.state for bookie in of.cluster.bookies.list())
+    bookies = of.cluster.bookies.list()
     count = sum(1 for _ in islice(of.cluster.ledgers.ledgers(None), LEDGERS_EXAMINED_MAX + 1))
     more = "more than " if count > LEDGERS_EXAMINED_MAX else ""
     disks = [load.reading.disk for load in _loads(of) if load.reading is not None and load.reading.disk]
     return {
-        "states": states,
+        "states": Counter(bookie.state for bookie in bookies),
+        "bookie_ids": {each.bookie_id for each in bookies},
         "ledgers": f"{more}{min(count, LEDGERS_EXAMINED_MAX):,}",
         "findings": sorted(health_findings(of.cluster), key=lambda each: (each.severity, each.code, each.subject)),
         "total": sum(disk.total for disk in disks),
         "used": sum(disk.used for disk in disks),
-        "charts": [chart(title, unit, of.history.total(number)) for title, unit, number in _CHARTS[:2]],
+        "charts": [chart(title, unit, of.history.numbers(number)) for title, unit, number in _CHARTS[:2]],
     }
 
 
@@ -152,7 +154,7 @@ def _bookie(of: Sources) -> Values:
     if bookie is None:
         raise NotFound(f"Bookie {of.subject!r} has neither a cookie nor a registration")
     load = next((each for each in _loads(of) if each.bookie.bookie_id == of.subject), None)
-    charts = [chart(title, unit, of.history.of_bookie(of.subject, number)) for title, unit, number in _CHARTS]
+    charts = [chart(title, unit, of.history.numbers(number, of.subject)) for title, unit, number in _CHARTS]
     return {"bookie": bookie, "load": load, "charts": charts}
 
 
@@ -164,7 +166,7 @@ def _ledgers(of: Sources) -> Values | str:
     after = LedgerId.parse(query["after"]) if query.get("after") else None
     if after is not None and scope is not None and after.scope_id != scope:
         after = None
-    wanted = query.get("application", "").strip()
+    wanted, bookie = query.get("application", "").strip(), query.get("bookie", "").strip()
     rows: list[tuple[LedgerId, Any]] = []
     last, examined = None, 0
     for ledger, found in manager.read_many(islice(manager.ledgers(scope, after), LEDGERS_EXAMINED_MAX)):
@@ -172,16 +174,18 @@ def _ledgers(of: Sources) -> Values | str:
         if isinstance(found, LedgerNotFound):  # deleted meanwhile
             continue
         if isinstance(found, BkctlError):
-            rows += [] if wanted else [(ledger, found)]
-        elif not wanted or application_of(found.metadata) == wanted:
+            rows += [] if wanted or bookie else [(ledger, found)]
+        elif wanted in ("", application_of(found.metadata)) and (
+            not bookie or any(bookie in each.bookies for each in found.metadata.ensembles)
+        ):
             rows.append((ledger, found))
         if len(rows) >= LEDGERS_A_PAGE:
             break
     has_more = len(rows) >= LEDGERS_A_PAGE or examined >= LEDGERS_EXAMINED_MAX
-    kept = {"scope": query.get("scope", ""), "application": wanted}
+    kept = {"scope": query.get("scope", ""), "application": wanted, "bookie": bookie}
     return {
         **kept, "rows": rows, "examined": examined, "scopes": list(islice(manager.scopes(), SCOPES_MAX)),
-        "next": urlencode({**kept, "after": str(last)}) if has_more else None, "application_of": application_of,
+        "next": urlencode({**kept, "after": str(last)}) if has_more else None, "described": _described,
     }  # fmt: skip
 
 
@@ -190,17 +194,26 @@ def application_of(metadata: LedgerMetadata) -> str:
     return metadata.custom_metadata.get("application", b"")[:100].decode("utf-8", "replace")
 
 
+def _described(metadata: LedgerMetadata) -> str:
+    """Return Pulsar's topic, or the application."""
+    return pulsar_object(metadata.custom_metadata).get("topic") or application_of(metadata)
+
+
 def _ledger(of: Sources) -> Values:
     ledger = LedgerId.parse(of.subject)
     found = of.cluster.ledgers.read(ledger)
     mark = attempt(LedgerMarks(of.cluster.store).get, ledger)
     custom = [
-        (key[:CUSTOM_LENGTH_MAX], value[:CUSTOM_LENGTH_MAX].decode("utf-8", "backslashreplace"), len(value))
-        for key, value in islice(sorted(found.metadata.custom_metadata.items()), 100)
-    ]
+        (key[:CUSTOM_LENGTH_MAX] + "…" * (len(key) > CUSTOM_LENGTH_MAX),
+         value[:CUSTOM_LENGTH_MAX].decode("utf-8", "backslashreplace"),
+         len(value) if len(value) > CUSTOM_LENGTH_MAX else None)
+        for key, value in islice(sorted(found.metadata.custom_metadata.items()), CUSTOM_KEYS_MAX)
+    ]  # fmt: skip
     fragments = list(_fragments(found.metadata))
     return {
         "ledger": ledger, "metadata": found.metadata, "ctime_ms": found.ctime_ms, "mark": mark, "custom": custom,
+        "custom_left_out": max(len(found.metadata.custom_metadata) - CUSTOM_KEYS_MAX, 0),
+        "up": {each.bookie_id for each in of.cluster.bookies.list(include_down=False)},
         "pulsar": pulsar_object(found.metadata.custom_metadata), "fragments": fragments[:FRAGMENTS_DRAWN_MAX],
         "left_out": max(len(fragments) - FRAGMENTS_DRAWN_MAX, 0), "bars": list(_bars(fragments)),
         "width": WIDTH, "height": ROW_HEIGHT * max((len(each[2]) for each in fragments), default=0),
@@ -281,18 +294,12 @@ IDLE_S: Final = 3600.0
 WAIT_S: Final = 5.0
 
 
-class LoadAt(NamedTuple):
-    """The load at one time, in milliseconds since 1970."""
-
-    at_ms: int
-    load: ClusterLoad
-
-
 class LoadHistory:
-    """The looks of the last hour, taken while pages are viewed, the oldest first; `problem` is that of the last one."""
+    """The loads of the last hour, read while pages are viewed, the oldest first; `problem` is that of the last one."""
 
     def __init__(self, service: Service, upstream: Upstream) -> None:
-        self.looks: deque[LoadAt] = deque(maxlen=LOOKS_MAX)
+        #: Times in milliseconds since 1970, and the load then.
+        self.looks: deque[tuple[int, ClusterLoad]] = deque(maxlen=LOOKS_MAX)
         self.problem: str | None = None
         self._service = service
         self._upstream = upstream
@@ -314,16 +321,18 @@ class LoadHistory:
     @property
     def last(self) -> ClusterLoad | None:
         """The newest load, None before the first."""
-        return self.looks[-1].load if self.looks else None
+        return self.looks[-1][1] if self.looks else None
 
-    def total(self, number: Callable[[BookieLoad], float | None]) -> list[float | None]:
-        """Return the sum of a number of all bookies, at each look; None where no bookie has it."""
-        return [_sum([number(each) for each in look.load.bookies]) for look in list(self.looks)]
-
-    def of_bookie(self, bookie_id: str, number: Callable[[BookieLoad], float | None]) -> list[float | None]:
-        """Return a number of one bookie, at each look."""
-        return [_sum([number(each) for each in look.load.bookies if each.bookie.bookie_id == bookie_id])
-                for look in list(self.looks)]  # fmt: skip
+    def numbers(
+        self, number: Callable[[BookieLoad], float | None], bookie_id: str | None = None
+    ) -> list[tuple[int, float | None]]:
+        """Return times, and a number of one bookie then, or the sum of all; None where no bookie has it."""
+        found = []
+        for at_ms, load in list(self.looks):
+            numbers = [number(each) for each in load.bookies if bookie_id in (None, each.bookie.bookie_id)]
+            known = [each for each in numbers if each is not None]
+            found.append((at_ms, sum(known) if known else None))
+        return found
 
     async def _run(self) -> None:
         def host_of(bookie_id: str) -> str | None:
@@ -337,15 +346,10 @@ class LoadHistory:
                     client_of = partial(self._upstream.client, timeout_s=WAIT_S)
                     watch = LoadWatch(await self._service.cluster(), client_of, WAIT_S, host_of)
                 load = await asyncio.to_thread(watch.look)
-                self.looks.append(LoadAt(int(time.time() * 1000), load))
+                self.looks.append((int(time.time() * 1000), load))
                 self.problem = None
             except BkctlError as error:
                 self.problem = error.message
             # The first rates need a second look.
             await asyncio.sleep(INTERVAL_S if len(self.looks) > 1 else 2.0)
         self.looks.clear()
-
-
-def _sum(numbers: list[float | None]) -> float | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known else None

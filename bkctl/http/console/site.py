@@ -11,6 +11,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, quote
@@ -69,7 +70,7 @@ class Console:
         path, method = request.scope["path"], request.method
         name = path.removeprefix(ROOT).strip("/")
         if method not in ("GET", "HEAD") and not (method == "POST" and name in ("login", "logout")):
-            return self._page(request, "error.html", 405, message=f"{method} is not allowed here", hint=None)
+            return self._refuse(405, f"{method} is not allowed here", allow="GET, HEAD")
         if name in _ASSETS:
             return Response(self._assets[name], media_type=_ASSETS[name], headers={"Cache-Control": "max-age=300"})
         if name == "enter":
@@ -101,12 +102,21 @@ class Console:
             values = await asyncio.to_thread(page.read, of)
         except BkctlError as error:
             status = 404 if isinstance(error, NotFound) else 400 if isinstance(error, UsageError) else 503
-            return self._page(request, "error.html", status, message=error.message, hint=error.hint)
+            return self._refuse(status, error.message, error.hint, here=first)
         if isinstance(values, str):  # the name of another page
             return _to(request, values)
-        return self._page(request, page.template, 200, here=first, **values)
+        return self._page(page.template, 200, here=first, **values)
 
-    def _page(self, request: Request, template: str, status: int, **values: Any) -> Response:
+    def _refuse(
+        self, status: int, message: str, hint: str | None = None, here: str | None = None, allow: str | None = None
+    ) -> Response:
+        values = {"title": f"{status} {HTTPStatus(status).phrase}", "message": message, "hint": hint, "here": here}
+        answer = self._page("error.html", status, **values)
+        if allow is not None:
+            answer.headers["Allow"] = allow
+        return answer
+
+    def _page(self, template: str, status: int, **values: Any) -> Response:
         values = {"here": None, "root": ROOT, "signed_in": bool(self._tokens), "history": self.history, **values}
         text = self._templates.get_template(template).render(values)
         data = text.encode("utf-8", "replace")  # Names of nodes may hold half a surrogate pair.
@@ -125,19 +135,19 @@ class Console:
     def _enter(self, request: Request) -> Response:
         key, given = self._link_key, request.query_params.get("key", "")
         if key is None or not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
-            hint = "run 'bkctl console' again, or sign in with the token"
-            return self._page(request, "error.html", 403, message="The link works once, and was used", hint=hint)
+            hint = "a link works once: run 'bkctl console' again, or sign in with the token"
+            return self._refuse(403, "The link was used, or is not of this console", hint)
         self._link_key = None
         return self._opened(request, "")
 
     async def _sign_in(self, request: Request, body: bytes) -> Response:
         after = request.query_params.get("after", "")
         if request.method != "POST":
-            return self._page(request, "login.html", 200, after=after, is_wrong=False)
+            return self._page("login.html", 200, after=after, is_wrong=False)
         given = parse_qs(body.decode("utf-8", "replace"), max_num_fields=8).get("token", [""])[0]
         if not self._knows(given.strip()):
             await asyncio.sleep(WRONG_TOKEN_S)
-            return self._page(request, "login.html", 401, after=after, is_wrong=True)
+            return self._page("login.html", 401, after=after, is_wrong=True)
         return self._opened(request, after)
 
     def _opened(self, request: Request, name: str) -> Response:
