@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -19,6 +19,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
 from .bookie.server import BookieServerOption, server
+from .kit.columns import PlainRow
 from .kit.command import Access, LongWork, Printer, Run, command, group, object_of
 from .kit.options import DryRun, flag, size_option
 from .kit.texts import plain_lines
@@ -35,14 +36,6 @@ GivenFile = Path | None
 BookieTokenFile = Annotated[
     GivenFile, flag("--bookie-token-file FILE", "The token of the bookies' servers (else none).")
 ]
-
-
-class Gateway(NamedTuple):
-    """A running gateway."""
-
-    url: str
-    metadata_uri: str
-    authentication: str
 
 
 GATEWAY_COLUMNS = Columns(
@@ -160,7 +153,8 @@ def _serve(
 
 
 def _show(out: Printer, settings: HttpSettings, url: str, metadata_uri: str, made: Path | None) -> None:
-    out.show(Gateway(url, metadata_uri, _authentication(settings, made)), GATEWAY_COLUMNS)
+    row = PlainRow(url=url, metadata_uri=metadata_uri, authentication=_authentication(settings, made))
+    out.show(row, GATEWAY_COLUMNS)
 
 
 def _authentication(settings: HttpSettings, token_file: Path | None) -> str:
@@ -192,14 +186,7 @@ PathArgument = Annotated[
 ]
 
 
-class PlannedRequest(NamedTuple):
-    """A request that a dry run does not send."""
-
-    method: str
-    url: str
-    body_size_bytes: int | None
-
-
+#: A request that a dry run does not send.
 REQUEST_COLUMNS = Columns(
     Column("METHOD", "method", "method"),
     Column("URL", "url", "url"),
@@ -272,7 +259,8 @@ def _call(
         client = found.api.client
         if dry_run:
             url = f"{found.url}{client.target(path, found.api.query)}"
-            run.out.show(PlannedRequest(method, url, None if body is None else len(body)), REQUEST_COLUMNS)
+            size_bytes = None if body is None else len(body)
+            run.out.show(PlainRow(method=method, url=url, body_size_bytes=size_bytes), REQUEST_COLUMNS)
             return
         client.target(path)  # An invalid path is refused before the user is asked.
         if method == "DELETE":
@@ -322,14 +310,7 @@ def _body(text: str) -> bytes:
 
 # --- the console ------------------------------------------------------------------------------------------------------
 
-
-class OpenConsole(NamedTuple):
-    """A console that is being served; `url` opens it once."""
-
-    url: str
-    metadata_uri: str
-
-
+#: A console that is being served; `url` opens it once.
 CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "metadataUri", "metadata_uri"), key="url")
 
 
@@ -362,7 +343,7 @@ def console(
 
 def _announce(out: Printer, key: str, browser: bool, url: str, metadata_uri: str, made: Path | None) -> None:
     link = f"{url}/console/enter?key={key}"
-    out.show(OpenConsole(link, metadata_uri), CONSOLE_COLUMNS)
+    out.show(PlainRow(url=link, metadata_uri=metadata_uri), CONSOLE_COLUMNS)
     if browser:
         import webbrowser
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
 
-    from .kit.activity import Activity
+    from .kit.job import Activity
 
 app = group()
 
@@ -147,8 +147,7 @@ def _options(load: Callable[..., Load], *more: Any) -> Composite:
 
 Adds = Annotated[Benchmark, _options(_load_of_adds)]
 Reads = Annotated[
-    Benchmark,
-    _options(_load, option("--random", "Read at random positions instead of in order.", bool, False)),
+    Benchmark, _options(_load, option("--random", "Read at random positions instead of in order.", bool, False))
 ]
 
 

@@ -36,8 +36,7 @@ LOCAL_COLUMNS = Columns(
 )
 
 LocalDirectory = Annotated[
-    Path | None,
-    flag("--dir DIR", "The local cluster's directory (default: the one that is up)."),
+    Path | None, flag("--dir DIR", "The local cluster's directory (default: the one that is up).")
 ]
 
 
@@ -59,20 +58,16 @@ def up(
     run: Run,
     directory: LocalDirectory = None,
     bookies: Annotated[
-        int | None,
-        flag("--bookies N", "Number of bookies (default: 3, or as many as the cluster has)."),
+        int | None, flag("--bookies N", "Number of bookies (default: 3, or as many as the cluster has).")
     ] = None,
     storage: Annotated[
-        str | None,
-        flag("--storage CLASS", "Ledger storage of new bookies: sorted, interleaved, db."),
+        str | None, flag("--storage CLASS", "Ledger storage of new bookies: sorted, interleaved, db.")
     ] = None,
     http: Annotated[
-        bool | None,
-        flag("--http/--no-http", "Give new bookies an HTTP server (default: if bkctl[http] is installed)."),
+        bool | None, flag("--http/--no-http", "Give new bookies an HTTP server (default: if bkctl[http] is installed).")
     ] = None,
     autorecovery: Annotated[
-        bool,
-        flag("--autorecovery", "Run auto-recovery in new bookies, which replicates the ledgers of lost ones."),
+        bool, flag("--autorecovery", "Run auto-recovery in new bookies, which replicates the ledgers of lost ones.")
     ] = False,
 ) -> None:
     """Start a local cluster of our own bookies.

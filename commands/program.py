@@ -103,6 +103,8 @@ def print_completion(
     $ source <(bkctl completion bash)
     $ bkctl completion fish | source
     """
+    from importlib.resources import files
+
     from .kit.completion import SCRIPTS
 
-    run.out.text(SCRIPTS[shell.value])
+    run.out.text(files(f"{__package__}.kit").joinpath("shells", SCRIPTS[shell.value]).read_text("utf-8"))

@@ -18,13 +18,10 @@ from .kit.texts import GREEN, RED, YELLOW, milliseconds
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
-    from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import Cluster
 
 app = group()
 
-#: The longest wait for a bookie in one look, in seconds; --timeout may shorten it.
-WAIT_S: Final = 5.0
 INTERVAL_S_MIN: Final = 0.1
 
 
@@ -153,11 +150,5 @@ def load_watch(run: Run, cluster: Cluster) -> LoadWatch:
     """Return the watch of the load, which asks the bookies for a few seconds."""
     from bkctl.http.bookie_load import LoadWatch
 
-    wait_s = min(run.access.timeout_s, WAIT_S)
-
-    def client_of(url: str) -> ApiClient:
-        client = run.access.http_client(url, is_registered=True)
-        client.timeout_s = wait_s
-        return client
-
-    return LoadWatch(cluster, client_of, wait_s=wait_s, host_of=run.access.bookie_host)
+    access = run.access
+    return LoadWatch(cluster, access.metrics_client, wait_s=access.metrics_wait_s, host_of=access.bookie_host)

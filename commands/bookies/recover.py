@@ -13,9 +13,9 @@ from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.activity import Activity
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, rows_of
+from ..kit.job import Activity
 from ..kit.ledger_options import LEDGERS_BY_OPTION, scope_option
 from ..kit.options import CopyPace, DryRun, UndoOption, combined, duration_option, flag, watch_option
 from ..kit.output import RowWriter

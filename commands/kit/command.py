@@ -25,7 +25,7 @@ from .columns import ALL, Declaration, Document, Output, object_of, rows_of, uni
 from .consent import Consent
 from .job import LongWork
 from .next_steps import name_connection
-from .options import Composite
+from .options import composite_of
 from .parser import Command, Group
 from .printer import Printer
 from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
@@ -103,19 +103,10 @@ def command(
     """
 
     def register(function: F) -> F:
-        own: list[inspect.Parameter] = []
-        composites: dict[str, Composite] = {}
         _, *params = inspect.signature(function, eval_str=True).parameters.values()
-        for param in params:
-            metadata = getattr(param.annotation, "__metadata__", ())
-            composite = next((item for item in metadata if isinstance(item, Composite)), None)
-            if composite is None:
-                own.append(param.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            else:
-                composites[param.name] = composite
-                own.extend(composite.parameters)
-        taken = {param.name for composite in composites.values() for param in composite.parameters}
-        declaration = Declaration(prints, changes is not False, "dry_run" in {param.name for param in own})
+        parts = {param.name: composite_of(param) for param in params}
+        own = [param for part in parts.values() for param in part.parameters]
+        declaration = Declaration(prints, changes is not False, "dry_run" in parts)
         global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
         def invoke(**values: Any) -> None:
@@ -126,8 +117,7 @@ def command(
             if run.out.selection != ALL or run.out.output is Output.ID:
                 # Before anything is read or changed.
                 run.out.selection.check(declaration.forms(run.out.output), run.out.output)
-            arguments = {name: composite.resolve(values) for name, composite in composites.items()}
-            arguments.update({key: value for key, value in values.items() if key not in taken})
+            arguments = {name: part.resolve(values) for name, part in parts.items()}
             causes = (changes,) if isinstance(changes, str) else changes
             is_change = any(arguments[name] for name in causes) if isinstance(causes, tuple) else bool(causes)
             if unless is not None:

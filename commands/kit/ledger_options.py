@@ -159,11 +159,7 @@ def _new_ledger(is_random: bool, id_text: str | None, scope_text: str | None, na
 #: The id of a ledger that is to be created.
 LedgerToCreate = Annotated[
     NewLedger,
-    combined(
-        _new_ledger,
-        option("--uuid", "Use a random UUID as the 128-bit id.", bool, False),
-        *_LEDGER_OPTIONS,
-    ),
+    combined(_new_ledger, option("--uuid", "Use a random UUID as the 128-bit id.", bool, False), *_LEDGER_OPTIONS),
 ]
 
 

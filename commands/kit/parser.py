@@ -145,30 +145,32 @@ def take_session_flags(ctx: Any, params: Iterable[Any], args: list[str]) -> list
     return left
 
 
+def _topic(ctx: Any, text: str, title: str, rows: list[tuple[str, str]]) -> str:
+    formatter = ctx.make_formatter()
+    formatter.write_text(text)
+    with formatter.section(title):
+        formatter.write_dl(rows)
+    return str(formatter.getvalue())
+
+
 def connection_help(ctx: Any) -> str:
     """Return the help on the connection and output options, for `ctx` of the program."""
-    formatter = ctx.make_formatter()
-    formatter.write_text(
+    text = (
         "These options stand before the group or after the command; the later one counts. What they leave open, the "
         "environment decides (the variable in brackets), then the current context ('bkctl context use'), then the "
         "local cluster that is up ('bkctl local up'). Each command uses the options that concern it."
     )
     records = [help_record(param, ctx) for param in ctx.command.get_params(ctx) if _is_global(param)]
-    with formatter.section(GLOBAL_PANEL):
-        formatter.write_dl([record for record in records if record is not None])
-    return str(formatter.getvalue())
+    return _topic(ctx, text, GLOBAL_PANEL, [record for record in records if record is not None])
 
 
 def exit_code_help(ctx: Any) -> str:
     """Return the help on exit codes, for `ctx` of the program."""
-    formatter = ctx.make_formatter()
-    formatter.write_text(
+    text = (
         "The exit code says how a command ended; the help of a command says when it differs. With -o json, the error "
         "on stderr has it too, as exitCode. A check that found something (3) has printed it all the same."
     )
-    with formatter.section("Exit codes"):
-        formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
-    return str(formatter.getvalue())
+    return _topic(ctx, text, "Exit codes", [(str(code), meaning) for code, meaning in EXIT_CODES.items()])
 
 
 def _is_global(param: Any) -> bool:

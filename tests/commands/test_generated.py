@@ -65,7 +65,7 @@ def test_security_page_names_every_command_that_changes_something() -> None:
 
 
 def test_no_generated_file_is_left_behind() -> None:
-    directories = ("man", "completions", "docs/schemas")
+    directories = ("man", "docs/schemas")
     there = {str(path.relative_to(ROOT)) for directory in directories for path in (ROOT / directory).iterdir()}
     assert there == FILES.keys() - {"docs/commands.md", "docs/from-the-shell.md", "docs/health.md"}
 
@@ -184,7 +184,7 @@ def shell_environment(tmp_path: Path) -> dict[str, str]:
 def complete_bash(line: str, environment: dict[str, str]) -> list[str]:
     script = 'source "$1"; COMP_LINE=$2; COMP_POINT=${#2}; _bkctl; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(
-        ["bash", "--norc", "-c", script, "_", str(ROOT / "completions/bkctl.bash"), line],
+        ["bash", "--norc", "-c", script, "_", str(ROOT / "commands/kit/shells/bkctl.bash"), line],
         capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
@@ -194,7 +194,7 @@ def complete_bash(line: str, environment: dict[str, str]) -> list[str]:
 def complete_fish(line: str, environment: dict[str, str]) -> list[str]:
     script = "source $argv[1]; complete -C $argv[2]"
     done = subprocess.run(
-        ["fish", "--no-config", "-c", script, str(ROOT / "completions/bkctl.fish"), line],
+        ["fish", "--no-config", "-c", script, str(ROOT / "commands/kit/shells/bkctl.fish"), line],
         capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
@@ -230,7 +230,7 @@ zpty -d shell
 
 def complete_zsh(line: str, environment: dict[str, str]) -> list[str]:
     done = subprocess.run(
-        ["zsh", "-f", "-c", CAPTURE_ZSH, "_", str(ROOT / "completions"), line],
+        ["zsh", "-f", "-c", CAPTURE_ZSH, "_", str(ROOT / "commands/kit/shells"), line],
         capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
