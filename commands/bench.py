@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 
-from .kit.columns import Output
+from .kit.columns import Output, PlainRow
 from .kit.command import Run, command, group, rows_of
 from .kit.ledger_options import NewLedger, scope_option
 from .kit.options import (
@@ -59,16 +59,8 @@ class Benchmark(NamedTuple):
     in_random_order: bool = False
 
 
-class BenchRow(NamedTuple):
-    """One operation of a benchmark: how it was run, and what came out."""
-
-    operation: str
-    result: LoadResult
-    bench: Benchmark
-
-
 def _latency(title: str | None, name: str, percent: float) -> Column:
-    def value(row: BenchRow) -> float:
+    def value(row: PlainRow) -> Any:
         return round(row.result.latencies.percentile_s(percent) * 1000, 3)
 
     return Column(title, name, value, Kind.INTEGER, text=_ms)
@@ -78,13 +70,14 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
-def _histogram(row: BenchRow) -> list[dict[str, Any]]:
+def _histogram(row: PlainRow) -> list[dict[str, Any]]:
     return [
         {"upToMilliseconds": round(upper / 1000, 3), "count": count}
         for upper, count in row.result.latencies.buckets()
     ]  # fmt: skip
 
 
+#: Columns of one operation of a benchmark: how it was run, and what came out.
 BENCH_COLUMNS = Columns(
     Column("OPERATION", "operation", "operation"),
     Column("ENTRIES", "entryCount", "result.entry_count", Kind.INTEGER),
@@ -196,7 +189,8 @@ def _measure(run: Run, bench: Benchmark, *operations: str) -> None:
     check_entry_size(bench.entry_size, "--size")
     with run.access.cluster() as cluster, run.job.working("Measuring", unit="entries") as activity:
         results = run.job.complete(_apply(run, cluster, bench, operations, activity))
-    rows = [BenchRow(operation, result, bench) for operation, result in zip(operations, results, strict=True)]
+    found = zip(operations, results, strict=True)
+    rows = [PlainRow(operation=operation, result=result, bench=bench) for operation, result in found]
     run.out.render(rows, BENCH_COLUMNS)
     if run.out.output in (Output.TABLE, Output.WIDE) and sys.stdout.isatty():
         for row in rows:

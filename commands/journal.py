@@ -15,7 +15,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
 
-from .kit.columns import hex_column
+from .kit.columns import with_hex
 from .kit.command import Run, command, group, rows_of
 from .kit.next_steps import next_column
 from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option, flag
@@ -61,8 +61,7 @@ JournalNames = Annotated[
 
 
 JOURNAL_COLUMNS = Columns(
-    Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: f"{row.file.id:x}"),
+    *with_hex("JOURNAL", "journalId", "file.id"),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
@@ -155,8 +154,7 @@ def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[RecordBat
 
 MARK_COLUMNS = Columns(
     Column("INDEX", "journalIndex", "journal_index", Kind.INTEGER),
-    Column("JOURNAL", "journalId", "mark.journal_id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: f"{row.mark.journal_id:x}"),
+    *with_hex("JOURNAL", "journalId", "mark.journal_id"),
     Column("OFFSET", "offset", "mark.offset", Kind.INTEGER),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
     Column("FILE", "file", lambda row: str(row.file.path), flexible=True, spare=2),
@@ -192,8 +190,7 @@ _SOUND = ("endOfFile", "zeros", "empty")
 
 
 VERIFY_COLUMNS = Columns(
-    Column("JOURNAL", "journalId", "journal_id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}"),
+    *with_hex("JOURNAL", "journalId", "journal_id"),
     Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
     Column("STATE", "state", lambda row: row.state.value, Kind.WORD, style=STATE_STYLE),
@@ -278,8 +275,7 @@ def _decimal(value: float | None) -> float | None:
 
 
 STATS_COLUMNS = Columns(
-    Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    hex_column("journalIdHex", lambda row: f"{row.file.id:x}"),
+    *with_hex("JOURNAL", "journalId", "file.id"),
     Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
     Column("SIZE", "size", "file.size", Kind.SIZE, spare=1),
     Column("WRITTEN", "writtenSize", "good_end", Kind.SIZE),

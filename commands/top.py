@@ -6,18 +6,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
-from .kit.columns import Output
+from .kit.columns import Output, PlainRow
 from .kit.command import Run, command, group, rows_of
 from .kit.options import duration_option, flag
 from .kit.texts import GREEN, RED, YELLOW, milliseconds
 
 if TYPE_CHECKING:
-    from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
+    from bkctl.http.bookie_load import ClusterLoad, LoadWatch
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -25,18 +25,11 @@ app = group()
 INTERVAL_S_MIN: Final = 0.1
 
 
-class LoadRow(NamedTuple):
-    """A bookie's load, and the number of the cluster's under-replicated ledgers."""
-
-    load: BookieLoad
-    underreplicated_count: int
-
-
-def _read(path: str) -> Callable[[LoadRow], Any]:
+def _read(path: str) -> Callable[[PlainRow], Any]:
     """Return a function row → the value at `path` in the bookie's reading; None without a reading."""
     read = value_at(f"load.reading.{path}")
 
-    def value(row: LoadRow) -> Any:
+    def value(row: PlainRow) -> Any:
         found = read(row)
         return round(found, 3) if isinstance(found, float) else found
 
@@ -47,6 +40,7 @@ def _latency(title: str | None, name: str, path: str) -> Column:
     return Column(title, name, _read(path), Kind.INTEGER, text=lambda ms: f"{milliseconds(ms)} ms")
 
 
+#: Columns of a bookie's load, and the number of the cluster's under-replicated ledgers.
 LOAD_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "load.bookie.bookie_id"),
     Column("STATE", "state", "load.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
@@ -128,8 +122,9 @@ def top(
 
 
 def _print_load(run: Run, load: ClusterLoad) -> None:
-    run.out.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
-    if load.underreplicated_count and run.out.output in (Output.TABLE, Output.WIDE):
+    count = load.underreplicated_count
+    run.out.render([PlainRow(load=each, underreplicated_count=count) for each in load.bookies], LOAD_COLUMNS)
+    if count and run.out.output in (Output.TABLE, Output.WIDE):
         run.out.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
     elif load.not_audited:
         run.out.note(f"Replication was {load.not_audited}")

@@ -194,11 +194,9 @@ class ScanFilter(NamedTuple):
     scope_id: int | None
 
 
-def _scan_filter(text: str | None, scope: int | None) -> ScanFilter:
-    return ScanFilter(None if text is None else LedgerId.parse(text, scope), scope)
-
-
 #: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
 SCAN_LEDGERS: Final = combined(
-    _scan_filter, ledger_option("Only this ledger"), _scope("Only ledgers of this scope.", default=None)
+    lambda text, scope: ScanFilter(None if text is None else LedgerId.parse(text, scope), scope),
+    ledger_option("Only this ledger"),
+    _scope("Only ledgers of this scope.", default=None),
 )
