@@ -107,4 +107,4 @@ def print_completion(
 
     from .kit.completion import SCRIPTS
 
-    run.out.text(files(f"{__package__}.kit").joinpath("shells", SCRIPTS[shell.value]).read_text("utf-8"))
+    run.out.text(files(f"{__package__}.kit").joinpath("shell-completion", SCRIPTS[shell.value]).read_text("utf-8"))

@@ -184,7 +184,7 @@ def shell_environment(tmp_path: Path) -> dict[str, str]:
 def complete_bash(line: str, environment: dict[str, str]) -> list[str]:
     script = 'source "$1"; COMP_LINE=$2; COMP_POINT=${#2}; _bkctl; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(
-        ["bash", "--norc", "-c", script, "_", str(ROOT / "commands/kit/shells/bkctl.bash"), line],
+        ["bash", "--norc", "-c", script, "_", str(ROOT / "commands/kit/shell-completion/bkctl.bash"), line],
         capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
@@ -194,7 +194,7 @@ def complete_bash(line: str, environment: dict[str, str]) -> list[str]:
 def complete_fish(line: str, environment: dict[str, str]) -> list[str]:
     script = "source $argv[1]; complete -C $argv[2]"
     done = subprocess.run(
-        ["fish", "--no-config", "-c", script, str(ROOT / "commands/kit/shells/bkctl.fish"), line],
+        ["fish", "--no-config", "-c", script, str(ROOT / "commands/kit/shell-completion/bkctl.fish"), line],
         capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
@@ -230,7 +230,7 @@ zpty -d shell
 
 def complete_zsh(line: str, environment: dict[str, str]) -> list[str]:
     done = subprocess.run(
-        ["zsh", "-f", "-c", CAPTURE_ZSH, "_", str(ROOT / "commands/kit/shells"), line],
+        ["zsh", "-f", "-c", CAPTURE_ZSH, "_", str(ROOT / "commands/kit/shell-completion"), line],
         capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
