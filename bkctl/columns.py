@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -147,7 +147,7 @@ class Column:
             for name in LEDGER_FIELDS:
                 yield name, {"type": ["string", "null"]}
             return
-        shape = dict(self.shape or {}) if self.kind is Kind.NESTED else dict(_SCHEMAS[self.kind])
+        shape = dict(self.shape or {}) if self.kind is Kind.NESTED else dict(_TYPES[self.kind][0])
         if shape:
             shape["type"] = [shape["type"], "null"]
         title = (self.title or "").strip()
@@ -156,7 +156,7 @@ class Column:
     @property
     def spark_type(self) -> str:
         """The type in Spark, in its DDL."""
-        return self.spark or _SPARK_TYPES[self.kind]
+        return self.spark or _TYPES[self.kind][1]
 
     def getter(self) -> Callable[[Any], Any]:
         """Return the function row → value."""
@@ -167,23 +167,15 @@ class Column:
         return attrgetter(source) if isinstance(source, str) else source
 
 
-_SCHEMAS: Final[Mapping[Kind, Mapping[str, Any]]] = {
-    Kind.INTEGER: {"type": "number"},
-    Kind.SIZE: {"type": "integer", "minimum": 0},
-    Kind.TEXT: {"type": "string"},
-    Kind.WORD: {"type": "string"},
-    Kind.BOOLEAN: {"type": "boolean"},
-    Kind.TIME: {"type": "string", "format": "date-time"},
-    Kind.BINARY: {"type": "string", "contentEncoding": "base64"},
-}
-_SPARK_TYPES: Final[Mapping[Kind, str]] = {
-    Kind.INTEGER: "bigint",
-    Kind.SIZE: "bigint",
-    Kind.TEXT: "string",
-    Kind.WORD: "string",
-    Kind.BOOLEAN: "boolean",
-    Kind.TIME: "timestamp",
-    Kind.BINARY: "binary",
+#: Kind → the JSON schema of its values, and their type in Spark.
+_TYPES: Final[Mapping[Kind, tuple[Mapping[str, Any], str]]] = {
+    Kind.INTEGER: ({"type": "number"}, "bigint"),
+    Kind.SIZE: ({"type": "integer", "minimum": 0}, "bigint"),
+    Kind.TEXT: ({"type": "string"}, "string"),
+    Kind.WORD: ({"type": "string"}, "string"),
+    Kind.BOOLEAN: ({"type": "boolean"}, "boolean"),
+    Kind.TIME: ({"type": "string", "format": "date-time"}, "timestamp"),
+    Kind.BINARY: ({"type": "string", "contentEncoding": "base64"}, "binary"),
 }
 #: The shape of a list of texts.
 TEXTS: Final[Mapping[str, Any]] = {"type": "array", "items": {"type": "string"}}
@@ -217,13 +209,8 @@ class Columns:
 
     def __init__(self, *columns: Column, key: str | Column | None = None, none: str = "") -> None:
         assert len({column.name for column in columns}) == len(columns), "two columns of one name"
-        self.columns = columns
-        self.none = none
-        self.key: Column | None = None
-        if isinstance(key, str):
-            self.key = next(column for column in columns if column.name == key)
-        else:
-            self.key = key
+        self.columns, self.none = columns, none
+        self.key = next(each for each in columns if each.name == key) if isinstance(key, str) else key
 
     def _with(self, columns: Iterable[Column]) -> Columns:
         """Return other columns with this key and sentence."""
@@ -255,9 +242,8 @@ class Columns:
         """Yield the three id fields of ledgers as columns of their own."""
         for column in self.columns:
             if column.kind is Kind.LEDGER:
-                get = column.getter()
                 for name in LEDGER_FIELDS:
-                    yield Column(None, name, _ledger_field(get, name)).titled()
+                    yield Column(None, name, partial(_ledger_field, column.getter(), name)).titled()
 
     def chosen(self, texts: tuple[str, ...]) -> Columns:
         """Return the columns that `texts` name, in that order. Raises UsageError."""
@@ -304,9 +290,6 @@ def _plain_name(text: str) -> str:
     return "".join(filter(str.isalnum, text.lower()))
 
 
-def _ledger_field(get: Callable[[Any], Any], name: str) -> Callable[[Any], str | None]:
-    def field(row: Any) -> str | None:
-        ledger = get(row)
-        return None if ledger is None else ledger.to_json()[name]
-
-    return field
+def _ledger_field(get: Callable[[Any], Any], name: str, row: Any) -> Any:
+    ledger = get(row)
+    return None if ledger is None else ledger.to_json()[name]

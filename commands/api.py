@@ -281,7 +281,7 @@ def _body(text: str) -> bytes:
 # --- the console ------------------------------------------------------------------------------------------------------
 
 
-#: A console that is being served; its URL opens it once.
+#: A console that is being served; `url` opens it once.
 CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "metadataUri", "metadata_uri"), key="url")
 
 

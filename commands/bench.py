@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bkctl.client.write_handle import WriteHandle
     from bkctl.ids import LedgerId
 
-    from .kit.activity import Activity
+    from .kit.job import Activity
 
 app = group()
 
@@ -76,6 +76,7 @@ def _histogram(row: PlainRow) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+#: Columns of one operation of a benchmark: how it was run, and what came out.
 BENCH_COLUMNS = Columns(
     Column("OPERATION", "operation", "operation"),
     Column("ENTRIES", "entryCount", "result.entry_count", Kind.INTEGER),
@@ -135,8 +136,7 @@ def _options(load: Callable[..., Load], *more: Any) -> Composite:
 
 Adds = Annotated[Benchmark, _options(_load_of_adds)]
 Reads = Annotated[
-    Benchmark,
-    _options(_load, option("--random", "Read at random positions instead of in order.", bool, False)),
+    Benchmark, _options(_load, option("--random", "Read at random positions instead of in order.", bool, False))
 ]
 
 

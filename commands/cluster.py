@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
     from bkctl.http.bookie_client import BookieApi
     from bkctl.http.bookie_load import BookieVitals
-    from bkctl.http.client import ApiClient
 
 app = group()
 health_app = group("Show what is wrong with the cluster, and mute findings.", default="show")
@@ -183,8 +182,6 @@ HEALTH_COLUMNS = Columns(
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )
-#: Our bookies' HTTP servers have so long, all together, to answer what they cannot serve.
-METRICS_WAIT_S: Final = 5.0
 #: Severity → the color of a finding's panel on a terminal.
 PANEL_STYLES: Final = {"error": "red", "warning": "yellow"}
 
@@ -273,31 +270,19 @@ def find_all(run: Run, look: Look) -> list[HealthFinding]:
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 
-def metrics_wait_s(run: Run) -> float:
-    """Return the time in which bookies' HTTP servers have to answer."""
-    return min(run.access.timeout_s, METRICS_WAIT_S)
-
-
-def _metrics_client(run: Run, url: str) -> ApiClient:
-    client: ApiClient = run.access.http_client(url, is_registered=True)
-    client.timeout_s = metrics_wait_s(run)
-    return client
-
-
 def metrics_api(run: Run, bookie: RegisteredBookie) -> BookieApi:
-    """Return the HTTP server of a bookie, which has `metrics_wait_s` to answer."""
+    """Return the HTTP server of a bookie, which has Access.metrics_wait_s to answer."""
     from bkctl.http.bookie_client import BookieApi
 
-    return BookieApi(_metrics_client(run, bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
+    return BookieApi(run.access.metrics_client(bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
 
 
 def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
     """Return what the HTTP servers of bookies say of their health."""
     from bkctl.http.bookie_load import cluster_vitals
 
-    return cluster_vitals(
-        bookies, partial(_metrics_client, run), wait_s=metrics_wait_s(run), host_of=run.access.bookie_host
-    )
+    access = run.access
+    return cluster_vitals(bookies, access.metrics_client, wait_s=access.metrics_wait_s, host_of=access.bookie_host)
 
 
 @command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))

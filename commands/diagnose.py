@@ -12,7 +12,7 @@ from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists
 from bkctl.metadata.admin.overview import cluster_info
 
-from .cluster import Look, find_all, metrics_api, metrics_wait_s
+from .cluster import Look, find_all, metrics_api
 from .kit.columns import object_of
 from .kit.command import Run, command, group
 from .kit.options import duration_option, size_option, word
@@ -63,6 +63,6 @@ def bundle(
         found.json("health.json", findings)
         found.json("why.json", explain_all(run, (each.command for each in findings)))
         api_of, watch = partial(metrics_api, run), load_watch(run)
-        add_cluster(found, run.cluster, api_of, watch, pause_s=pause_s, wait_s=metrics_wait_s(run))
+        add_cluster(found, run.cluster, api_of, watch, pause_s=pause_s, wait_s=run.access.metrics_wait_s)
         found.json("left-out.json", found.left_out)
     run.out.show((file, found), BUNDLE_COLUMNS)

@@ -1,4 +1,4 @@
-"""Writes completions, man pages, `docs/schemas/` and other generated documents from the commands.
+"""Writes man pages, `docs/schemas/` and other generated documents from the commands.
 
 `python -m bkctl.commands.generate` writes them below the current directory.
 A test holds the files in the repository equal to what this makes.
@@ -19,7 +19,6 @@ from . import translations
 from .kit import next_steps
 from .kit.columns import ERROR_SCHEMA
 from .kit.command import Declaration, declaration_of
-from .kit.completion import SCRIPT_NAMES, SCRIPTS
 from .kit.parser import Group, Option, context_of, read_parameters
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import root
@@ -268,7 +267,6 @@ def generated_files() -> dict[str, str]:
     """Return the generated files: path below the repository's root → content."""
     tree = read_pages()
     files = {
-        **{f"completions/{SCRIPT_NAMES[shell]}": script for shell, script in SCRIPTS.items()},
         "docs/commands.md": markdown(tree),
         "docs/from-the-shell.md": translations.markdown(),
         "docs/health.md": next_steps.markdown(),

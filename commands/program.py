@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -102,4 +103,5 @@ def print_completion(run: Run, shell: Annotated[Shell, word("SHELL", "bash, zsh 
     """
     from .kit.completion import SCRIPTS
 
-    run.out.text(SCRIPTS[shell.value])
+    # Beside the commands, in the repository as in a wheel.
+    run.out.text((Path(__file__).parents[1] / "completions" / SCRIPTS[shell.value]).read_text("utf-8"))

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -203,27 +204,26 @@ def _zookeeper_shell(arguments: list[str]) -> int:
 
 def _bookkeeper(arguments: list[str]) -> int:
     conf = os.environ.get("BOOKIE_CONF") or CONF
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    _take_zookeeper_tls()
-    if name == "shell":
-        return _shell(conf, rest)
-    if name in _SERVERS:
-        return _serve(name, conf, rest)
-    raise UsageError(f"bin/bookkeeper {name} is not here", hint=f"one of shell, {', '.join(_SERVERS)}")
+    return _run_named(arguments, conf, {"shell": partial(_shell, conf)}, "bin/bookkeeper {} is not here", "{}")
 
 
 def _pulsar(arguments: list[str]) -> int:
     conf = os.environ.get("PULSAR_BOOKKEEPER_CONF") or CONF
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    programs = {"zookeeper-shell": _zookeeper_shell, "version": lambda _: run(["version"])}
+    unknown = "bin/pulsar {} is not in the image of a bookie"
+    return _run_named(arguments, conf, programs, unknown, "{}; else Pulsar's image")
+
+
+def _run_named(
+    arguments: list[str], conf: str, programs: dict[str, Callable[[list[str]], int]], unknown: str, known: str
+) -> int:
+    """Run the server, or one of `programs`, that the first argument names. Raises UsageError for other names."""
+    name, *rest = arguments or [""]
     _take_zookeeper_tls()
-    if name == "zookeeper-shell":
-        return _zookeeper_shell(rest)
-    if name == "version":
-        return run(["version"])
-    if name in _SERVERS:
-        return _serve(name, conf, rest)
-    known = ", ".join((*_SERVERS, "zookeeper-shell", "version"))
-    raise UsageError(f"bin/pulsar {name} is not in the image of a bookie", hint=f"one of {known}; else Pulsar's image")
+    programs |= {server: partial(_serve, server, conf) for server in _SERVERS}
+    if name not in programs:
+        raise UsageError(unknown.format(name), hint=f"one of {known.format(', '.join(programs))}")
+    return programs[name](rest)
 
 
 def apply_env(path: Path, prefix: str, env: Mapping[str, str] = os.environ) -> list[str]:

@@ -6,39 +6,29 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
-from .kit.columns import Output
+from .kit.columns import Output, PlainRow
 from .kit.command import Run, command, group, rows_of
 from .kit.options import duration_option, flag
 from .kit.texts import GREEN, RED, YELLOW, milliseconds
 
 if TYPE_CHECKING:
-    from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
-    from bkctl.http.client import ApiClient
+    from bkctl.http.bookie_load import ClusterLoad, LoadWatch
 
 app = group()
 
-#: The longest wait for a bookie in one look, in seconds; --timeout may shorten it.
-WAIT_S: Final = 5.0
 INTERVAL_S_MIN: Final = 0.1
 
 
-class LoadRow(NamedTuple):
-    """A bookie's load, and the number of the cluster's under-replicated ledgers."""
-
-    load: BookieLoad
-    underreplicated_count: int
-
-
-def _read(path: str) -> Callable[[LoadRow], Any]:
+def _read(path: str) -> Callable[[PlainRow], Any]:
     """Return a function row → the value at `path` in the bookie's reading; None without a reading."""
     read = value_at(f"load.reading.{path}")
 
-    def value(row: LoadRow) -> Any:
+    def value(row: PlainRow) -> Any:
         found = read(row)
         return round(found, 3) if isinstance(found, float) else found
 
@@ -49,6 +39,7 @@ def _latency(title: str | None, name: str, path: str) -> Column:
     return Column(title, name, _read(path), Kind.INTEGER, text=lambda ms: f"{milliseconds(ms)} ms")
 
 
+#: Columns of a bookie's load, and the number of the cluster's under-replicated ledgers.
 LOAD_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "load.bookie.bookie_id"),
     Column("STATE", "state", "load.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
@@ -129,8 +120,9 @@ def top(
 
 
 def _print_load(run: Run, load: ClusterLoad) -> None:
-    run.out.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
-    if load.underreplicated_count and run.out.output in (Output.TABLE, Output.WIDE):
+    count = load.underreplicated_count
+    run.out.render([PlainRow(load=each, underreplicated_count=count) for each in load.bookies], LOAD_COLUMNS)
+    if count and run.out.output in (Output.TABLE, Output.WIDE):
         run.out.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
     elif load.not_audited:
         run.out.note(f"Replication was {load.not_audited}")
@@ -150,11 +142,5 @@ def load_watch(run: Run) -> LoadWatch:
     """Return the watch of the load, which asks the bookies for a few seconds."""
     from bkctl.http.bookie_load import LoadWatch
 
-    wait_s = min(run.access.timeout_s, WAIT_S)
-
-    def client_of(url: str) -> ApiClient:
-        client = run.access.http_client(url, is_registered=True)
-        client.timeout_s = wait_s
-        return client
-
-    return LoadWatch(run.cluster, client_of, wait_s=wait_s, host_of=run.access.bookie_host)
+    access = run.access
+    return LoadWatch(run.cluster, access.metrics_client, wait_s=access.metrics_wait_s, host_of=access.bookie_host)

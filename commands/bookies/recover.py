@@ -24,9 +24,9 @@ from bkctl.replication.holdings import (
 )
 from bkctl.replication.resume import ResumeFile
 
-from ..kit.activity import Activity
 from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
+from ..kit.job import Activity
 from ..kit.ledger_options import LEDGERS_BY_OPTION, scope_option
 from ..kit.options import CopyPace, combined, duration_option, flag, watch_option
 from ..kit.output import RowWriter

@@ -203,7 +203,7 @@ def _write_entries(
         lines = Lines(_extracted_columns(digest_type), Output.NDJSON)
         entries = extraction.entries()
         while rows := list(islice(entries, EXTRACT_BATCH_ROWS)):
-            target(lines.of_rows(rows).encode())
+            target(lines.text(rows).encode())
     else:
         for entry in extraction.entries():
             target(entry.record.payload(digest_type) or b"")

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 Levels = list[tuple[str | None, GlobalOptions]]
 TIMEOUT_S_DEFAULT: Final = 30.0
 CONNECT_TIMEOUT_S_DEFAULT: Final = 10.0
+#: Our bookies' HTTP servers have so long, all together, to answer what they cannot serve; --timeout may shorten it.
+METRICS_WAIT_S: Final = 5.0
 #: The context that is there without being added: the local cluster that is up.
 LOCAL_CONTEXT: Final = "local"
 
@@ -94,14 +96,6 @@ def connect_to(levels: Levels, environment: Mapping[str, str]) -> Connection:
     raise NoClusterNamed(
         "No cluster is named", hint="add --metadata-uri URI or --conf FILE, or start one with 'bkctl local up'"
     )
-
-
-def other_connection(text: str, environment: Mapping[str, str]) -> Connection:
-    """Return the connection that `text` names: a metadata URI or `context:NAME`. Raises NotFound, UsageError."""
-    prefix, colon, name = text.partition(":")
-    if prefix == "context" and colon:
-        return context_connection(name, environment)
-    return Connection(text, "its URI")
 
 
 class Login(NamedTuple):
@@ -167,8 +161,7 @@ def store_security(options: GlobalOptions, environment: Mapping[str, str]) -> St
         from bkctl.config import read_properties
 
         creator_acl = (read_properties(options.conf).get("zkEnableSecurity") or "").lower() == "true"
-    files = (options.metadata_tls_ca, options.metadata_tls_certificate, options.metadata_tls_key)
-    ca, certificate, key = (None if path is None else str(path) for path in files)
+    ca, certificate, key = options.tls_files(metadata=True)
     return StoreSecurity(
         tls=options.metadata_tls or ca is not None, ca=ca, certificate=certificate, key=key, user=options.metadata_user,
         password=None if password is None else password.decode("utf-8", "surrogateescape"),
@@ -271,7 +264,8 @@ class Access:
         """
         from bkctl.metadata.uri import parse_uri
 
-        connection = other_connection(text, os.environ)
+        is_context, name = text.startswith("context:"), text.removeprefix("context:")
+        connection = context_connection(name, os.environ) if is_context else Connection(text, "its URI")
         place, options, environment, shared = parse_uri(connection.uri), connection.settings, {}, None
         with suppress(UsageError):
             own = self.connection()
@@ -373,6 +367,17 @@ class Access:
         )
         if token is not None and not client.server.is_private:
             self._out.warn(f"the token goes to {url} unencrypted; use https where the server has it")
+        return client
+
+    @property
+    def metrics_wait_s(self) -> float:
+        """The time in which a bookie's HTTP server has to answer, where all are asked."""
+        return min(self.timeout_s, METRICS_WAIT_S)
+
+    def metrics_client(self, url: str) -> ApiClient:
+        """Return a client of a registered bookie's HTTP server, which has `metrics_wait_s` to answer."""
+        client = self.http_client(url, is_registered=True)
+        client.timeout_s = self.metrics_wait_s
         return client
 
     def config(self) -> BookieConfig:

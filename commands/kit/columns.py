@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from bkctl.columns import Column, Columns, Kind, Source, applied_column
 from bkctl.errors import UsageError
 
-from .texts import binary_text, readable_text, with_0x
+from .texts import binary_text, readable_text
 
 
 class Output(StrEnum):
@@ -36,7 +36,7 @@ COUNT_COLUMNS: Final = Columns(Column("LEDGERS", "count", int, Kind.INTEGER), ke
 
 def hex_column(name: str, source: Source) -> Column:
     """Return the column of an id in hexadecimal digits, the first to be left out beside the decimal one."""
-    return Column("HEX", name, source, spare=3, text=with_0x)
+    return Column("HEX", name, source, spare=3, text="0x{}".format)
 
 
 def with_hex(title: str, name: str, source: Source) -> tuple[Column, Column]:

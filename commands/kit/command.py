@@ -27,7 +27,7 @@ from .columns import ALL, Declaration, Document, Output, object_of, rows_of, uni
 from .consent import Consent
 from .job import LongWork
 from .next_steps import name_connection
-from .options import DRY_RUN, UNDO, Composite
+from .options import DRY_RUN, UNDO, composite_of
 from .parser import Command, Group
 from .printer import Printer
 from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
@@ -140,19 +140,9 @@ def command(
         changes = undo or dry_run
 
     def register(function: F) -> F:
-        own: list[inspect.Parameter] = []
-        composites: dict[str, Composite] = {}
         _, *params = inspect.signature(function, eval_str=True).parameters.values()
-        for param in params:
-            metadata = getattr(param.annotation, "__metadata__", ())
-            composite = next((item for item in metadata if isinstance(item, Composite)), None)
-            if composite is None:
-                own.append(param.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            else:
-                composites[param.name] = composite
-                own.extend(composite.parameters)
-        own += [UNDO] * undo + [DRY_RUN] * dry_run
-        taken = {param.name for composite in composites.values() for param in composite.parameters}
+        parts = {param.name: composite_of(param) for param in params}
+        own = [param for part in parts.values() for param in part.parameters] + [UNDO] * undo + [DRY_RUN] * dry_run
         declaration = Declaration(prints, changes is not False, dry_run)
         global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
@@ -166,8 +156,7 @@ def command(
                 run.out.selection.check(declaration.forms(run.out.output), run.out.output)
             run.out.dry_run = values.pop("dry_run") if dry_run else None
             run.undo = values.pop("undo") if undo else None
-            arguments = {name: composite.resolve(values) for name, composite in composites.items()}
-            arguments.update({key: value for key, value in values.items() if key not in taken})
+            arguments = {name: part.resolve(values) for name, part in parts.items()}
             causes = (changes,) if isinstance(changes, str) else changes
             is_change = any(arguments[name] for name in causes) if isinstance(causes, tuple) else bool(causes)
             if unless is not None:

@@ -38,8 +38,7 @@ def config_file(environment: Mapping[str, str]) -> Path:
     """Return the configuration file: BKCTL_CONFIG, else bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."""
     if given := environment.get("BKCTL_CONFIG"):
         return Path(given)
-    home = environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(home) / "bkctl" / "config.toml"
+    return Path(environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"), "bkctl", "config.toml")
 
 
 class Contexts:

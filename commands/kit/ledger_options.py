@@ -159,11 +159,7 @@ def _new_ledger(is_random: bool, id_text: str | None, scope_text: str | None, na
 #: The id of a ledger that is to be created.
 LedgerToCreate = Annotated[
     NewLedger,
-    combined(
-        _new_ledger,
-        option("--uuid", "Use a random UUID as the 128-bit id.", bool, False),
-        *_LEDGER_OPTIONS,
-    ),
+    combined(_new_ledger, option("--uuid", "Use a random UUID as the 128-bit id.", bool, False), *_LEDGER_OPTIONS),
 ]
 
 
@@ -198,11 +194,9 @@ class ScanFilter(NamedTuple):
     scope_id: int | None
 
 
-def _scan_filter(text: str | None, scope: int | None) -> ScanFilter:
-    return ScanFilter(None if text is None else LedgerId.parse(text, scope), scope)
-
-
 #: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
 SCAN_LEDGERS: Final = combined(
-    _scan_filter, ledger_option("Only this ledger"), _scope("Only ledgers of this scope.", default=None)
+    lambda text, scope: ScanFilter(None if text is None else LedgerId.parse(text, scope), scope),
+    ledger_option("Only this ledger"),
+    _scope("Only ledgers of this scope.", default=None),
 )

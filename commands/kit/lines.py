@@ -147,7 +147,7 @@ class _Field:
 
 
 class _Fields:
-    """The columns of one kind of row in one format."""
+    """The columns of one kind of row in one format, each row a text or a tuple of cells."""
 
     def __init__(self, fields: Iterable[_Field]) -> None:
         self._fields = list(fields)
@@ -168,6 +168,15 @@ class _Fields:
         """Return column name → the values of `rows` (one at least), each as `values` returned it."""
         return dict(zip(self._names, map(list, zip(*rows, strict=True)), strict=True))
 
+    def of_rows(self, rows: Iterable[Any]) -> Iterable[Any]:
+        """Return each of `rows`, one at least, as this format has it."""
+        values = list(map(self.values, rows))
+        return self.of_columns(len(values), self.columns(values))
+
+    def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> Iterable[Any]:
+        """Return each of `count` rows given as columns as this format has it."""
+        raise NotImplementedError
+
 
 class Lines(_Fields):
     """Turns rows into lines of ndjson, csv or ids, or into the items of a JSON array, each with `,\\n` before it."""
@@ -177,16 +186,11 @@ class Lines(_Fields):
         super().__init__(_line_fields(columns, output))
         self._layouts: dict[tuple[tuple[str, Any], ...], tuple[tuple[str, ...], list[_Field]]] = {}
 
-    def of_rows(self, rows: Iterable[Any]) -> str:
+    def text(self, rows: Iterable[Any]) -> str:
         """Return the text of `rows`, one at least."""
-        values = list(map(self.values, rows))
-        return self.of_columns(len(values), self.columns(values))
+        return "".join(self.of_rows(rows))
 
-    def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> str:
-        """Return the text of `count` rows given as columns."""
-        return "".join(self.of_each(count, values))
-
-    def of_each(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> list[str]:
+    def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> list[str]:
         """Return the text of each of `count` rows given as columns."""
         pieces, fields = self._layout(values)
         columns = [field.texts(values[field.column.name]) for field in fields]
@@ -252,11 +256,6 @@ class Cells(_Fields):
             _Field(column, _table_text(column), NULL) for column in columns.columns if column.title is not None
         )
 
-    def of_rows(self, rows: Iterable[Any]) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of each of `rows`, one at least."""
-        values = list(map(self.values, rows))
-        return self.of_columns(len(values), self.columns(values))
-
     def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> Iterator[tuple[str, ...]]:
         """Yield the cells of `count` rows given as columns."""
         texts: list[Sequence[str]] = []
@@ -264,8 +263,6 @@ class Cells(_Fields):
             text = field.constant(values)
             texts.append(field.texts(values[field.column.name]) if text is None else [text] * count)
         return zip(*texts, strict=True)
-
-    of_each = of_columns
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------------

@@ -86,13 +86,19 @@ def _part(param: Parameter, parse: Callable[[Any], Any] | None = None) -> Compos
     return Composite((param,), resolve)
 
 
+def composite_of(part: Any) -> Composite:
+    """Return the composite of a parameter, or of a type: the one that annotates it, else one of the parameter alone."""
+    annotation = part.annotation if isinstance(part, Parameter) else part
+    found = [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Composite)]
+    return found[0] if found else _part(part.replace(kind=Parameter.KEYWORD_ONLY))
+
+
 def combined(make: Callable[..., Any], *parts: Any) -> Composite:
     """Return the parameters of `parts` as one value, which `make` returns for the values of the parts, in order.
 
     A part is a Parameter, a Composite, or a type of options that is annotated with one.
     """
-    given = (getattr(part, "__metadata__", (part,))[0] for part in parts)
-    found = [each if isinstance(each, Composite) else _part(each) for each in given]
+    found = [part if isinstance(part, Composite) else composite_of(part) for part in parts]
     return Composite(
         tuple(each for part in found for each in part.parameters),
         lambda values: make(*(part.resolve(values) for part in found)),
@@ -110,7 +116,7 @@ def _reader(convert: Callable[[str, str], Any], metavar: str) -> Callable[..., C
         shown, name = None if default is None else str(default), text.split()[-1]
         return option(
             f"{text} {metavar}", help, str, shown, *old, parse=lambda given: convert(given, name),
-            show_default=shown is not None,
+            show_default=shown is not None
         )  # fmt: skip
 
     return parsed_option
@@ -173,8 +179,7 @@ class BinaryFormat(StrEnum):
 
 #: `--format` of commands that print bytes; None: base64 in json, ndjson and csv.
 BinaryFormatOption = Annotated[
-    BinaryFormat | None,
-    flag("--format FORMAT", "Form of bytes: base64, utf8, hex, or raw (prints nothing else)."),
+    BinaryFormat | None, flag("--format FORMAT", "Form of bytes: base64, utf8, hex, or raw (prints nothing else).")
 ]
 
 
@@ -196,8 +201,8 @@ ProtocolOption = Annotated[
     Any,
     option(
         "--protocol v2|v3", "Wire protocol; v2 carries no ledger scope.", ProtocolVersion, ProtocolVersion.V3,
-        parse=_protocol,
-    ),
+        parse=_protocol
+    )
 ]  # fmt: skip
 
 
@@ -235,9 +240,9 @@ DigestToCheck = Annotated[
         lambda name: DigestCheck(name is not None, None if name in (None, ANY_DIGEST) else _digest_type(name)),
         option(
             "--digest [TYPE]", "Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, "
-            "CRC32, HMAC, DUMMY; default: found out ledger by ledger).", str, None, "--digest-type",
-        ),
-    ),
+            "CRC32, HMAC, DUMMY; default: found out ledger by ledger).", str, None, "--digest-type"
+        )
+    )
 ]  # fmt: skip
 
 
@@ -314,11 +319,7 @@ def file_argument(help: str) -> Composite:
             raise UsageError("No file is named", hint="give it as FILE")
         return file
 
-    return combined(
-        one_file,
-        argument("FILE", help, Path),
-        option("--file -f FILE", "", Path, hidden=True),
-    )
+    return combined(one_file, argument("FILE", help, Path), option("--file -f FILE", "", Path, hidden=True))
 
 
 # --- changing and watching ------------------------------------------------------------------------------------------

@@ -156,10 +156,10 @@ class RowWriter:
             rows, self._rows = self._rows, []
             self._put(len(rows), self._fields.of_columns(len(rows), self._fields.columns(rows)))
 
-    def _put(self, count: int, made: str | Iterable[tuple[str, ...]]) -> None:
-        """Print `count` rows as `_fields` makes them: a text, or cells of the table."""
-        if isinstance(made, str):
-            text = made
+    def _put(self, count: int, made: Iterable[Any]) -> None:
+        """Print `count` rows as `_fields` makes them: texts, or cells of the table."""
+        if self._table is None:
+            text = "".join(made)
             if self._first and self._output is Output.JSON:
                 text = "[\n" + text.removeprefix(",\n")
             elif self._first and self._output is Output.CSV:
@@ -167,7 +167,6 @@ class RowWriter:
             elif self._output is Output.YAML:
                 text = yaml_items(text)
         else:
-            assert self._table is not None
             text = "".join(self._table.add(made, now=self._live))
         self._first = False
         self.count += count
@@ -227,7 +226,7 @@ class SortedWriter(RowWriter):
                 merged = heapq.merge(*runs, key=itemgetter(0), reverse=self._order.reverse)
                 rows = islice(map(itemgetter(1), merged), self._selection.limit)
                 while batch := list(islice(rows, self._batch_rows)):
-                    self._put(len(batch), "".join(batch) if isinstance(batch[0], str) else batch)
+                    self._put(len(batch), batch)
             super().__exit__(kind)
         finally:
             if self._file is not None:
@@ -263,7 +262,7 @@ class SortedWriter(RowWriter):
 
     def _keep(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
         """Keep rows as they are printed; write them to the temporary file as a sorted run where they are too many."""
-        self._kept += zip(self._keys, self._fields.of_each(count, values), strict=True)
+        self._kept += zip(self._keys, self._fields.of_columns(count, values), strict=True)
         self._keys = []
         if len(self._kept) < SORTED_ROWS:
             return
@@ -327,7 +326,7 @@ def show(
             lines.extend(_field_lines(column, item, width, color, room))
         emit("\n".join(lines) + "\n", target)
     elif output in (Output.JSON, Output.YAML):
-        document = json.loads(Lines(columns, Output.NDJSON).of_rows([value]))
+        document = json.loads(Lines(columns, Output.NDJSON).text([value]))
         emit(json.dumps(document, indent=2) + "\n" if output is Output.JSON else yaml_text(document), target)
     else:
         with RowWriter(columns, output, stream=target) as writer:
@@ -341,28 +340,22 @@ def _field_lines(column: Column, value: Any, width: int, color: bool, room: int 
 
     Texts wrap at words where they are wider than `room`.
     """
-    label = (column.title or "").ljust(width)
-    shown = f"{BOLD}{label}{RESET}" if color else label
-    if column.kind is Kind.NESTED and isinstance(value, Mapping) and value and column.text is None:
-        for key, item in value.items():
-            yield f"{shown}  {plain(str(key))}: {nested_text(item)}"
-            shown = " " * width
-        return
     text = column.text(value) if column.text is not None and value is not None else value
-    if column.kind in (Kind.TEXT, Kind.NESTED) and isinstance(text, str) and "\n" in text:
-        for line in text.splitlines():
-            yield f"{shown}  {plain(line)}"
-            shown = " " * width
-        return
-    if column.kind is Kind.LEDGER and value is not None and value.is_scoped:
-        cell = f"{value}  (scope {value.scope_id}, ledger {value.ledger_id})"
-    elif column.kind is Kind.SIZE and value is not None and value >= 10240:
-        cell = f"{size_text(value)}  ({value:,} bytes)"
+    if column.kind is Kind.NESTED and isinstance(value, Mapping) and value and column.text is None:
+        lines = [f"{plain(str(key))}: {nested_text(item)}" for key, item in value.items()]
+    elif column.kind in (Kind.TEXT, Kind.NESTED) and isinstance(text, str) and "\n" in text:
+        lines = [*map(plain, text.splitlines())]
     else:
         cell = cell_text(column, value)
-    style = (column.style or {}).get(cell) if color else None
-    is_link = color and column.is_file and cell.startswith("/") and has_links(os.environ)
-    for line in [cell] if room is None else wrapped(cell, max(room, 20)):
-        part = linked(cell, line) if is_link else line
-        yield f"{shown}  {style}{part}{RESET}" if style else f"{shown}  {part}"
-        shown = " " * width
+        if column.kind is Kind.LEDGER and value is not None and value.is_scoped:
+            cell = f"{value}  (scope {value.scope_id}, ledger {value.ledger_id})"
+        elif column.kind is Kind.SIZE and value is not None and value >= 10240:
+            cell = f"{size_text(value)}  ({value:,} bytes)"
+        style = (column.style or {}).get(cell) if color else None
+        is_link = color and column.is_file and cell.startswith("/") and has_links(os.environ)
+        lines = [cell] if room is None else wrapped(cell, max(room, 20))
+        lines = [linked(cell, line) if is_link else line for line in lines]
+        lines = [f"{style}{line}{RESET}" if style else line for line in lines]
+    label = (column.title or "").ljust(width)
+    yield f"{BOLD}{label}{RESET}  {lines[0]}" if color else f"{label}  {lines[0]}"
+    yield from (f"{' ' * width}  {line}" for line in lines[1:])

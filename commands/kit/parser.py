@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, get_args, get_origin
 
 import typer
@@ -27,36 +28,26 @@ _PLAIN: Final = (str, int, float, bool, Path)
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII).fullmatch
 
 
-class _PlainValue:
-    """Turns an option's text into str, int, float, Path or an Enum.
+def _coerce(kind: type, many: bool, value: Any, param: Any, ctx: Any) -> Any:
+    """Return an option's text as str, int, float, Path or an Enum. Raises typer.BadParameter.
 
     Stands in for Typer's own conversion, which imports pydantic: 60 ms that no start-up should pay.
     """
-
-    def __init__(self, kind: type, *, many: bool) -> None:
-        self._kind, self._many = kind, many
-
-    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the converted value. Raises typer.BadParameter."""
-        if value is None:
-            return () if self._many else None
-        if self._many:
-            return [self._one(item, param, ctx) for item in value]
-        return self._one(value, param, ctx)
-
-    def _one(self, value: Any, param: Any, ctx: Any) -> Any:
-        if isinstance(value, self._kind):
-            return value
-        try:
-            if self._kind is int and not _INTEGER(value):
-                raise ValueError(value)
-            return self._kind(value)
-        except ValueError:
-            if issubclass(self._kind, Enum):
-                expected = "one of " + ", ".join(str(member.value) for member in self._kind)
-            else:
-                expected = f"a valid {self._kind.__name__}"
-            raise typer.BadParameter(f"{value!r} is not {expected}", ctx=ctx, param=param) from None
+    if value is None:
+        return () if many else None
+    if many:
+        return [_coerce(kind, False, item, param, ctx) for item in value]
+    if isinstance(value, kind):
+        return value
+    try:
+        if kind is int and not _INTEGER(value):
+            raise ValueError(value)
+        return kind(value)
+    except ValueError:
+        expected = f"a valid {kind.__name__}"
+        if issubclass(kind, Enum):
+            expected = "one of " + ", ".join(str(member.value) for member in kind)
+        raise typer.BadParameter(f"{value!r} is not {expected}", ctx=ctx, param=param) from None
 
 
 def _use_plain_values(params: Iterable[Any]) -> None:
@@ -68,7 +59,7 @@ def _use_plain_values(params: Iterable[Any]) -> None:
         if get_origin(kind) is list:
             (kind,), many = get_args(kind), True
         if isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
-            param.get_runtime_param = partial(_PlainValue, kind, many=many)
+            param.get_runtime_param = partial(SimpleNamespace, coerce=partial(_coerce, kind, many))
 
 
 def shown_names(param: Any) -> list[str]:
@@ -145,30 +136,32 @@ def take_session_flags(ctx: Any, params: Iterable[Any], args: list[str]) -> list
     return left
 
 
+def _topic(ctx: Any, text: str, title: str, rows: list[tuple[str, str]]) -> str:
+    formatter = ctx.make_formatter()
+    formatter.write_text(text)
+    with formatter.section(title):
+        formatter.write_dl(rows)
+    return str(formatter.getvalue())
+
+
 def connection_help(ctx: Any) -> str:
     """Return the help on the connection and output options, for `ctx` of the program."""
-    formatter = ctx.make_formatter()
-    formatter.write_text(
+    text = (
         "These options stand before the group or after the command; the later one counts. What they leave open, the "
         "environment decides (the variable in brackets), then the current context ('bkctl context use'), then the "
         "local cluster that is up ('bkctl local up'). Each command uses the options that concern it."
     )
     records = [help_record(param, ctx) for param in ctx.command.get_params(ctx) if _is_global(param)]
-    with formatter.section(GLOBAL_PANEL):
-        formatter.write_dl([record for record in records if record is not None])
-    return str(formatter.getvalue())
+    return _topic(ctx, text, GLOBAL_PANEL, [record for record in records if record is not None])
 
 
 def exit_code_help(ctx: Any) -> str:
     """Return the help on exit codes, for `ctx` of the program."""
-    formatter = ctx.make_formatter()
-    formatter.write_text(
+    text = (
         "The exit code says how a command ended; the help of a command says when it differs. With -o json, the error "
         "on stderr has it too, as exitCode. A check that found something (3) has printed it all the same."
     )
-    with formatter.section("Exit codes"):
-        formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
-    return str(formatter.getvalue())
+    return _topic(ctx, text, "Exit codes", [(str(code), meaning) for code, meaning in EXIT_CODES.items()])
 
 
 def _is_global(param: Any) -> bool:

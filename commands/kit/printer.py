@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 from bkctl.columns import Columns, applied_column, iso_time
 from bkctl.errors import BkctlError, FindingsError, UsageError
 
-from .activity import Activity
 from .columns import ALL, COUNT_COLUMNS, Output, RowSelection
 from .lines import Lines
 from .output import RowWriter, open_writer, show
@@ -40,8 +39,8 @@ class Printer:
         self.dry_run: bool | None = None
         #: True once the run may change something.
         self.changes = False
-        #: The progress on the terminal, cleared before anything is printed.
-        self.activity: Activity | None = None
+        #: Clears the progress on the terminal, before anything is printed; None without progress.
+        self.activity: Callable[[], None] | None = None
         self._no_color = session.no_color
         self._has_noted_dry_run = False
 
@@ -87,13 +86,13 @@ class Printer:
         self.end_with_stdout()
         self.clear_activity()
         is_table = self.output in (Output.TABLE, Output.WIDE)
-        take = _take_pages(self, columns, seconds, single=single) if is_table else _take_changes(self, columns, key)
+        shown = _Pages(self, columns, seconds, single=single) if is_table else _Changes(self, columns, key)
         changed = threading.Event()
         cancel = subscribe(changed.set) if subscribe is not None else lambda: None
         try:
             while True:
                 changed.clear()
-                take(look())
+                shown.print(look())
                 if changed.wait(seconds):
                     time.sleep(SETTLE_S)
         finally:
@@ -214,7 +213,7 @@ class Printer:
 
     def clear_activity(self) -> None:
         if self.activity is not None:
-            self.activity.clear()
+            self.activity()
 
     def end_with_stdout(self) -> None:
         """End with exit code 0 once stdout is closed: for rows without an end, or with entries of any size."""
@@ -231,33 +230,6 @@ class Printer:
 SETTLE_S: Final = 0.1
 
 
-def _take_pages(out: Printer, columns: Columns, seconds: float, *, single: bool) -> Callable[[Iterable[Any]], None]:
-    """Return a function that prints rows as the next page."""
-    pages = _Pages(f", every {seconds:g} s; Ctrl-C ends it", out.color)
-
-    def take(rows: Iterable[Any]) -> None:
-        page = _Page()
-        if single:
-            row = next(iter(rows))
-            show(row, columns, out.output, stream=page, color=out.color, selection=out.selection)
-        else:
-            settings: dict[str, Any] = {"stream": page, "color": out.color, "note": partial(print, file=page)}
-            with open_writer(columns, out.output, out.selection, **settings) as writer:
-                writer.rows(rows)
-        pages.print(page.getvalue())
-
-    return take
-
-
-def _take_changes(out: Printer, columns: Columns, key: Callable[[Any], Any] | None) -> Callable[[Iterable[Any]], None]:
-    """Return a function that prints new and changed rows, and in ndjson removed ones."""
-    if out.selection.order is not None:
-        raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {out.output}")
-    shown = out.selection.of(columns, out.output)
-    # Only single objects have no ids.
-    return _Rows(shown, out.output, key or (shown.key.getter() if shown.key is not None else lambda _: None)).print
-
-
 class _Page(StringIO):
     """A buffer in which a table is laid out before it is printed; as wide as the terminal on stdout."""
 
@@ -268,11 +240,21 @@ class _Page(StringIO):
 class _Pages:
     """Tables: drawn over the last one on a terminal, else printed one below the other."""
 
-    def __init__(self, title: str, color: bool) -> None:
-        self._title, self._color = title, color
+    def __init__(self, out: Printer, columns: Columns, seconds: float, *, single: bool) -> None:
+        self._out, self._columns, self._single = out, columns, single
+        self._title = f", every {seconds:g} s; Ctrl-C ends it"
         self._last: str | None = None
 
-    def print(self, text: str) -> None:
+    def print(self, rows: Iterable[Any]) -> None:
+        """Print rows as the next page."""
+        out, page = self._out, _Page()
+        settings: dict[str, Any] = {"stream": page, "color": out.color, "selection": out.selection}
+        if self._single:
+            show(next(iter(rows)), self._columns, out.output, **settings)
+        else:
+            with open_writer(self._columns, out.output, note=partial(print, file=page), **settings) as writer:
+                writer.rows(rows)
+        text = page.getvalue()
         if sys.stdout.isatty():
             self._draw(text)
         elif text != self._last:
@@ -283,7 +265,7 @@ class _Pages:
     def _draw(self, text: str) -> None:
         moment = iso_time(time.time_ns() // 1_000_000)[11:19]
         title = f"{moment}Z{self._title}"[: terminal_width()]
-        title = f"{BOLD}{title}{RESET}" if self._color else title
+        title = f"{BOLD}{title}{RESET}" if self._out.color else title
         if text == self._last:
             # Save the cursor, move home, and restore it: only the clock of this look is new.
             emit(f"\x1b7\x1b[H{title}\x1b[K\x1b8")
@@ -296,18 +278,23 @@ class _Pages:
         emit("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
 
 
-class _Rows:
+class _Changes:
     """ndjson, csv and ids: new and changed rows, and in ndjson removed ones.
 
     A row that stays has its `key`, and may change. Rows that share a key differ by their lines.
     """
 
-    def __init__(self, columns: Columns, output: Output, key: Callable[[Any], Any]) -> None:
+    def __init__(self, out: Printer, columns: Columns, key: Callable[[Any], Any] | None) -> None:
+        output = self._output = out.output
+        if out.selection.order is not None:
+            raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {output}")
+        columns = out.selection.of(columns, output)
+        # Only single objects have no ids.
+        self._key = key or (columns.key.getter() if columns.key is not None else lambda _: None)
         self._lines = Lines(columns, output)
         lasting = Columns(*(each for each in columns.columns if not each.ages), key=columns.key)
         #: The text of what makes a row another one.
         self._lasting = self._lines if len(lasting.columns) == len(columns.columns) else Lines(lasting, output)
-        self._key, self._output = key, output
         self._header = ",".join(columns.names()) + "\n" if output is Output.CSV else ""
         self._plain = plain_lines if output is Output.CSV and sys.stdout.isatty() else str
         #: The number of rows that have a key and a line.
@@ -316,10 +303,10 @@ class _Rows:
     def print(self, rows: Iterable[Any]) -> None:
         last, now = self._last, Counter[tuple[Any, str]]()
         for row in rows:
-            seen = self._key(row), self._lasting.of_rows([row])
+            seen = self._key(row), self._lasting.text([row])
             now[seen] += 1
             if now[seen] > last[seen]:
-                emit(self._plain(self._header + self._lines.of_rows([row])))
+                emit(self._plain(self._header + self._lines.text([row])))
                 self._header = ""
         if self._output is Output.NDJSON:
             left = Counter(key for key, _ in last.elements())

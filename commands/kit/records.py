@@ -95,20 +95,19 @@ Records = Annotated[
         number_option("--to-pos", "The last byte that a shown record may begin at."),
         option(
             "--type TYPE", f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
-            "and ledgersMap).", list[TypeName],
+            "and ledgersMap).", list[TypeName]
         ),
         count_option("--limit", "Print at most N records."),
         option("--body", "Print the payloads, too.", bool, False),
         parameter("format", BinaryFormatOption),
         digest_type_option(
             "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
-        ),
-    ),
+        )
+    )
 ]  # fmt: skip
 
 DirOption = Annotated[
-    list[Path] | None,
-    flag("--dir DIR", "A directory of the bookie, with or without its current; repeatable."),
+    list[Path] | None, flag("--dir DIR", "A directory of the bookie, with or without its current; repeatable.")
 ]
 
 

@@ -13,12 +13,10 @@ from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
-import typer
-
 from bkctl.errors import UsageError
 
 from .columns import Output, RowOrder
-from .options import parameter
+from .options import flag, parameter
 from .values import checked, parse_duration, parse_switch
 
 if TYPE_CHECKING:
@@ -37,11 +35,10 @@ class ValueType(NamedTuple):
     #: A value as the text of the environment variable.
     write: Callable[[Any], str] = str
     absent: Any = None
-    metavar: str | None = None
 
 
 class Setting(NamedTuple):
-    """One connection or output setting. `field` is its name in GlobalOptions; `flag` gives all its other names.
+    """One connection or output setting. `field` is its name in GlobalOptions; `words` are its flags and metavar.
 
     `shown` names the commands whose help shows the option: all, those that connect, those that ask before they destroy
     something, or the program itself. Every command accepts it.
@@ -49,13 +46,16 @@ class Setting(NamedTuple):
 
     field: str
     type: ValueType
-    flag: str
+    words: str
     help: str
-    short: str | None = None
-    metavar: str | None = None
     shown: str = "connects"
     has_variable: bool = True
     in_context: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The long flag, which gives the setting all its other names."""
+        return self.words.split()[0]
 
     @property
     def key(self) -> str:
@@ -76,9 +76,7 @@ class Setting(NamedTuple):
         """Return the option as a keyword-only parameter of a command's signature."""
         switch = self.type.option is bool
         help = f"{self.help} [{self.variable}{'=1' if switch else ''}]" if self.has_variable else self.help
-        flags = (self.flag,) if self.short is None else (self.flag, self.short)
-        metavar = self.metavar or self.type.metavar
-        info = typer.Option(*flags, metavar=metavar, hidden=hidden, help=help, rich_help_panel=GLOBAL_PANEL)
+        info = flag(self.words, help, hidden=hidden, rich_help_panel=GLOBAL_PANEL)
         return parameter(self.parameter_name, Annotated[self.type.option, info], False if switch else None)
 
     def from_option(self, value: Any) -> Any:
@@ -115,26 +113,24 @@ def _output(text: str, name: str) -> Output:
 #: The types of the fields of GlobalOptions.
 _TYPES: Final = {
     "str | None": ValueType(),
-    "Path | None": ValueType(Path, lambda text, _: Path(text), lambda path: str(path.absolute()), metavar="FILE"),
+    "Path | None": ValueType(Path, lambda text, _: Path(text), lambda path: str(path.absolute())),
     "bool": ValueType(bool, parse_switch, lambda value: "1" if value else "0", absent=False),
     "tuple[str, ...]": ValueType(list[str], lambda text, _: tuple(text.replace(",", " ").split()), " ".join, absent=()),
-    "float | None": ValueType(
-        parse=checked(parse_duration, lambda seconds: seconds > 0, "must be more than 0"), metavar="DURATION"
-    ),
+    "float | None": ValueType(parse=checked(parse_duration, lambda seconds: seconds > 0, "must be more than 0")),
     "Output | None": ValueType(Output, _output),
     "tuple[str, ...] | None": ValueType(parse=_names),
     "RowOrder | None": ValueType(parse=lambda text, _: RowOrder.parse(text)),
 }
 
 
-def _setting(flag: str, help: str, default: Any = None, **more: Any) -> Any:
+def _setting(words: str, help: str, default: Any = None, **more: Any) -> Any:
     """Declare a field of GlobalOptions by what Setting takes, but for the field's name and type."""
-    return field(default=default, metadata={"flag": flag, "help": help, **more})
+    return field(default=default, metadata={"words": words, "help": help, **more})
 
 
-def _login(flag: str, help: str, default: Any = None, **more: Any) -> Any:
+def _login(words: str, help: str, default: Any = None) -> Any:
     """Declare a setting of the metadata store's login or TLS, which only the program's own help shows."""
-    return _setting(flag, help, default, in_context=True, shown="program", **more)
+    return _setting(words, help, default, in_context=True, shown="program")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,81 +138,79 @@ class GlobalOptions:
     """The options that stand before the group or after the command; None, False or empty where not given."""
 
     metadata_uri: str | None = _setting(
-        "--metadata-uri",
+        "--metadata-uri -u URI",
         "Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE, or "
         "hbase://HOST:PORT/PREFIX: HOST is HBase's ZooKeeper, which keeps all but the ledgers.",
-        short="-u",
-        metavar="URI",
         in_context=True,
     )
     conf: Path | None = _setting(
-        "--conf",
+        "--conf -c FILE",
         "A bookie's bk_server.conf (or Pulsar's bookkeeper.conf): its cluster and directories.",
-        short="-c",
         shown="always",
     )
-    context: str | None = _setting(
-        "--context", "A named connection of the configuration file.", short="-x", metavar="CONTEXT"
-    )
+    context: str | None = _setting("--context -x CONTEXT", "A named connection of the configuration file.")
     bundle: Path | None = _setting(
-        "--bundle",
+        "--bundle FILE",
         "Read a bundle of 'diagnose bundle' in place of a cluster: metadata, health and load as they were.",
         shown="program",
     )
     bookie_addresses: tuple[str, ...] = _setting(
-        "--bookie-address",
+        "--bookie-address ID=HOST:PORT",
         "Reach bookie ID at HOST:PORT instead of its advertised address; repeatable.",
         (),
-        metavar="ID=HOST:PORT",
         in_context=True,
     )
     tls_ca: Path | None = _setting(
-        "--tls-ca", "Use TLS to bookies; PEM file of the authorities that sign their certificates.", in_context=True
+        "--tls-ca FILE",
+        "Use TLS to bookies; PEM file of the authorities that sign their certificates.",
+        in_context=True,
     )
     tls_certificate: Path | None = _setting(
-        "--tls-cert", "Client certificate for bookies that require one (PEM, with --tls-ca).", in_context=True
+        "--tls-cert FILE", "Client certificate for bookies that require one (PEM, with --tls-ca).", in_context=True
     )
-    tls_key: Path | None = _setting("--tls-key", "Private key of --tls-cert (PEM).", in_context=True)
+    tls_key: Path | None = _setting("--tls-key FILE", "Private key of --tls-cert (PEM).", in_context=True)
     metadata_tls: bool = _login("--metadata-tls", "Use TLS to the metadata store.", False)
     metadata_tls_ca: Path | None = _login(
-        "--metadata-tls-ca", "Use TLS to the metadata store, with these authorities (PEM) instead of the system's."
+        "--metadata-tls-ca FILE", "Use TLS to the metadata store, with these authorities (PEM) instead of the system's."
     )
     metadata_tls_certificate: Path | None = _login(
-        "--metadata-tls-cert", "Client certificate for the metadata store (PEM)."
+        "--metadata-tls-cert FILE", "Client certificate for the metadata store (PEM)."
     )
-    metadata_tls_key: Path | None = _login("--metadata-tls-key", "Private key of --metadata-tls-cert (PEM).")
+    metadata_tls_key: Path | None = _login("--metadata-tls-key FILE", "Private key of --metadata-tls-cert (PEM).")
     metadata_user: str | None = _login(
-        "--metadata-user", "Log in to the metadata store: etcd, or ZooKeeper's digest scheme.", metavar="NAME"
+        "--metadata-user NAME", "Log in to the metadata store: etcd, or ZooKeeper's digest scheme."
     )
     metadata_password_file: Path | None = _login(
-        "--metadata-password-file", "File with that user's password; BKCTL_METADATA_PASSWORD holds the password itself."
+        "--metadata-password-file FILE",
+        "File with that user's password; BKCTL_METADATA_PASSWORD holds the password itself.",
     )
     metadata_sasl: bool = _login("--metadata-sasl", "Log in to ZooKeeper by SASL (DIGEST-MD5) instead.", False)
     metadata_creator_acl: bool = _login(
         "--metadata-creator-acl", "Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf.", False
     )
-    timeout_s: float | None = _setting("--timeout", "Longest wait without progress from a server (default 30s).")
+    timeout_s: float | None = _setting(
+        "--timeout DURATION", "Longest wait without progress from a server (default 30s)."
+    )
     connect_timeout_s: float | None = _setting(
-        "--connect-timeout", "Longest wait for a connection to a server (default 10s, or --timeout if that is shorter)."
+        "--connect-timeout DURATION",
+        "Longest wait for a connection to a server (default 10s, or --timeout if that is shorter).",
     )
     output: Output | None = _setting(
-        "--output", f"Form of output: {', '.join(Output)} (default table).", short="-o", metavar="FORM", shown="always"
+        "--output -o FORM", f"Form of output: {', '.join(Output)} (default table).", shown="always"
     )
     columns: tuple[str, ...] | None = _setting(
-        "--columns",
+        "--columns NAME,…",
         "Print only these columns, in this order, by their titles or JSON names: state,length.",
-        metavar="NAME,…",
         shown="always",
         has_variable=False,
     )
     sort: RowOrder | None = _setting(
-        "--sort",
+        "--sort COLUMN",
         "Sort the rows by this column; -COLUMN puts the largest first.",
-        metavar="COLUMN",
         shown="always",
         has_variable=False,
     )
-    yes: bool = _setting("--yes", "Do not ask before destroying.", False, short="-y", shown="asks", has_variable=False)
+    yes: bool = _setting("--yes -y", "Do not ask before destroying.", False, shown="asks", has_variable=False)
 
     def over(self, defaults: GlobalOptions) -> GlobalOptions:
         """Return these options where they are given, else `defaults`; bookie addresses are added to those there."""
@@ -225,9 +219,11 @@ class GlobalOptions:
         given["bookie_addresses"] = defaults.bookie_addresses + self.bookie_addresses
         return replace(defaults, **given)
 
-    def tls_files(self) -> tuple[str | None, str | None, str | None]:
+    def tls_files(self, *, metadata: bool = False) -> tuple[str | None, str | None, str | None]:
         """Return the PEM files of the authorities, of the client certificate and of its key."""
         files = (self.tls_ca, self.tls_certificate, self.tls_key)
+        if metadata:
+            files = (self.metadata_tls_ca, self.metadata_tls_certificate, self.metadata_tls_key)
         ca, certificate, key = (None if path is None else str(path) for path in files)
         return ca, certificate, key
 

@@ -56,11 +56,6 @@ def words(name: str) -> str:
     return text.lower().replace(" lac", " LAC") if text != name else text
 
 
-def with_0x(digits: str) -> str:
-    """Return hexadecimal digits as commands take them back."""
-    return f"0x{digits}"
-
-
 def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str:
     """Return `data` as text: `utf8` (invalid bytes as U+FFFD), `hex`, else base64."""
     if format == "utf8":

@@ -309,7 +309,7 @@ class _RowFile:
             values = [self._head | row.asDict(recursive=True) for row in rows]
             self._writer.write_table(pyarrow.Table.from_pylist(values, self._schema))
         else:
-            text = self._lines.of_rows(rows)
+            text = self._lines.text(rows)
             if self._form == ".json" and not self._count:
                 text = "[\n" + text[2:]
             self._file.write(text.encode("utf-8", "backslashreplace"))

@@ -21,8 +21,8 @@ from support.waiting import eventually
 from bkctl import commands
 from bkctl.columns import Column, Columns, Constant, Kind, iso_time
 from bkctl.commands.cluster import HEALTH_COLUMNS
-from bkctl.commands.kit.activity import Activity
 from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
+from bkctl.commands.kit.job import Activity
 from bkctl.commands.kit.lines import yaml_text
 from bkctl.commands.kit.output import RowWriter, open_writer, show
 from bkctl.commands.kit.terminal import ClosedOutput, emit, wants_color

@@ -19,8 +19,8 @@ from support.waiting import LIMIT_S, eventually
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.kit import work as work_module
-from bkctl.commands.kit.activity import Activity
 from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.job import Activity
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.work import WorkFile, list_work
 from bkctl.commands.progress import WORK_TABLE_COLUMNS

@@ -20,7 +20,7 @@ from support.command_line import CommandLine
 from support.waiting import LIMIT_S, eventually
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.kit.activity import Activity
+from bkctl.commands.kit.job import Activity
 from bkctl.commands.kit.terminal import ClosedOutput, emit
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState

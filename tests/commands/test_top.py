@@ -29,7 +29,7 @@ from .conftest import Cli
 
 @pytest.fixture(autouse=True)
 def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bkctl.commands.top.WAIT_S", LIMIT_S)
+    monkeypatch.setattr("bkctl.commands.kit.access.METRICS_WAIT_S", LIMIT_S)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def findings(bookie: Any) -> dict[str, dict[str, Any]]:
 def test_health_names_bookies_that_set_ledgers_aside(
     http_bookie: Callable[..., Any], storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkctl.commands.cluster.METRICS_WAIT_S", 60.0)
+    monkeypatch.setattr("bkctl.commands.kit.access.METRICS_WAIT_S", 60.0)
     bookie = http_bookie(ledgerStorageClass=storage, flushInterval=3_600_000)
     bookie.start()
     assert exchange(bookie, add(ONE, 0), add(TWO, 0)) == [Status.EOK] * 2
@@ -83,7 +83,7 @@ def test_health_names_bookies_that_set_ledgers_aside(
 def test_health_names_bookies_whose_disks_cannot_read_entries(
     http_bookie: Callable[..., Any], storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkctl.commands.cluster.METRICS_WAIT_S", 60.0)
+    monkeypatch.setattr("bkctl.commands.kit.access.METRICS_WAIT_S", 60.0)
     bookie = http_bookie(ledgerStorageClass=storage)
     bookie.start()
     assert exchange(bookie, add(ONE, 0), add(ONE, 1), add(TWO, 0)) == [Status.EOK] * 3

@@ -159,7 +159,7 @@ def test_health_names_certificates_that_expire(
     severity: str | None,
     said: str,
 ) -> None:
-    monkeypatch.setattr("bkctl.commands.cluster.METRICS_WAIT_S", 60.0)
+    monkeypatch.setattr("bkctl.commands.kit.access.METRICS_WAIT_S", 60.0)
     files = Files(tmp_path)
     files.write(1, days=30)
     write_pair(files.http, files.http, 7, days=days)
