@@ -19,7 +19,6 @@ from bkctl.metadata import ledger_columns
 from bkctl.metadata.ledger_columns import APPLICATION_COLUMNS, LedgerRow, ledger_rows
 from bkctl.metadata.pulsar_topics import TopicFilter
 
-from ..bookies.members import find_placement
 from ..kit.columns import ALL, COUNT_COLUMNS, Output, fields
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import ManyLedgers, ScopeToList
@@ -343,6 +342,8 @@ def locate_ledgers(
     $ bkctl ledger locate 12 --entry 0 --check
     """
     from bkctl.replication.checker import checked_places, places_of
+
+    from ..bookies.members import find_placement
 
     if entry is not None and not 0 <= entry < 1 << 63:
         raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")
