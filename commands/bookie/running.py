@@ -395,9 +395,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
             raise TimedOut(f"The test of bookie {bookie_id} did not end within {deadline:g} s") from error
 
     run.consent.start_audit(begun=False)
-    with (
-        run.job.working("Writing and reading", total=count, unit="entries") as activity,
-    ):
+    with run.job.working("Writing and reading", total=count, unit="entries") as activity:
         bookie = registered_bookie(run.cluster, bookie_id)
         if bookie.state == "down":
             raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")

@@ -7,7 +7,6 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from bkctl.client.placement import Placement, PlacementRules
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable, UsageError
 from bkctl.ids import check_bookie_id
@@ -23,6 +22,7 @@ from ..kit.values import percentage
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
+    from bkctl.client.placement import Placement
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 app = group()
@@ -84,6 +84,8 @@ def find_racks(run: Run, bookies: list[RegisteredBookie]) -> dict[str, str]:
 
 def find_placement(run: Run, bookies: list[RegisteredBookie]) -> Placement:
     """Return the racks, as `find_racks`, and the policy that --conf names. An unsupported policy is a warning."""
+    from bkctl.client.placement import Placement, PlacementRules
+
     try:
         rules = PlacementRules.of(run.access.client_config())
     except BkctlError as error:

@@ -326,9 +326,7 @@ def try_out(
 
     check_entry_size(size, "--size")
 
-    with (
-        run.job.working("Writing and reading", total=count, unit="entries") as activity,
-    ):
+    with run.job.working("Writing and reading", total=count, unit="entries") as activity:
         create = partial(create_ledger, target=target, shape=shape, password=password, custom_metadata={})
         trial = partial(
             try_ledger, create=create, entry_count=count, entry_size_bytes=size, password=password, keep=keep,

@@ -19,7 +19,6 @@ from bkctl.metadata import ledger_columns
 from bkctl.metadata.ledger_columns import APPLICATION_COLUMNS, LedgerRow, ledger_rows
 from bkctl.metadata.pulsar_topics import TopicFilter
 
-from ..bookies.members import find_placement
 from ..kit.columns import ALL, COUNT_COLUMNS, Output, fields
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import ManyLedgers, ScopeToList
@@ -175,11 +174,10 @@ def list_ledgers(
     start, limit = _first_ledger(after, scope_id), run.out.limit_sorted(limit)
     prints_ids = run.out.output is Output.ID and run.out.selection == ALL
     needs_rows = by is not None or query.needs_metadata or not (count or prints_ids)
-    with (
-        run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
-    ):
+    cluster = run.cluster
+    with run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity:
         listing = LedgerListing(
-            run.cluster, scope_id, query, after=start, limit=limit, skip=run.out.error if keep_going else None,
+            cluster, scope_id, query, after=start, limit=limit, skip=run.out.error if keep_going else None,
             progress=activity.update, found=activity.note_found,
         )  # fmt: skip
         if needs_rows or count or watch is not None or limit is not None:
@@ -189,7 +187,7 @@ def list_ledgers(
                 look, columns = partial(ledgers_by_application, listing), APPLICATION_COLUMNS
             run.out.watch(watch, look, columns, count=count, findings=run.out.draws)
         else:
-            _print_ids(run, run.cluster.ledgers.batches(scope_id, start))
+            _print_ids(run, cluster.ledgers.batches(scope_id, start))
         if watch is None:
             if query.needs_metadata and limit is None and sys.stdout.isatty():
                 run.out.note(f"{listing.found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
@@ -343,6 +341,8 @@ def locate_ledgers(
     $ bkctl ledger locate 12 --entry 0 --check
     """
     from bkctl.replication.checker import checked_places, places_of
+
+    from ..bookies.members import find_placement
 
     if entry is not None and not 0 <= entry < 1 << 63:
         raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")

@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from bkctl.client.ledger_survey import misplacement
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.formats.metadata import LedgerLayout
@@ -354,6 +353,8 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
 
     $ bkctl metadata check
     """
+    from bkctl.client.ledger_survey import misplacement
+
     from ..bookies.members import find_placement
 
     placement = find_placement(run, run.cluster.bookies.list())
