@@ -161,7 +161,7 @@ class CookieStore:
 
         Raises AlreadyExists, NotFound, MetadataVersionConflict.
         """
-        # Where a cookie may be created, the cluster is missing, and the error says so.
+        # NotFound says itself that the cluster is missing, if the cookie may be created.
         missing = None if expected in (NEW, None) else f"Bookie {bookie_id} has no cookie"
         with renamed_errors(missing, _changed(bookie_id), f"Bookie {bookie_id} has a cookie"):
             return self.store.put(_cookie_path(bookie_id), cookie.serialize(), expected)

@@ -187,6 +187,11 @@ class _SqliteFile:
         """Return these columns of a node, None for a missing node."""
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
+    def _states(self, watches: list[PolledWatch]) -> Iterator[int | None]:
+        for watch in watches:
+            row = self._node("children_changed" if watch.children else "changed", watch.path)
+            yield None if row is None else row[0]
+
 
 class SqliteStore(_SqliteFile, SessionStore):
     """`MetadataStore` on the SQLite file `file`.
@@ -414,11 +419,6 @@ class SqliteStore(_SqliteFile, SessionStore):
         cancel = self._watches.add(check_path(path), callback, children)
         self._keep_session()
         return cancel
-
-    def _states(self, watches: list[PolledWatch]) -> Iterator[int | None]:
-        for watch in watches:
-            row = self._node("children_changed" if watch.children else "changed", watch.path)
-            yield None if row is None else row[0]
 
     def _keep_session(self) -> None:
         with self._lock:
