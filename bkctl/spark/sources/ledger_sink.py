@@ -42,7 +42,7 @@ _LOW_BITS: Final = 32
 _ID_ATTEMPTS_MAX: Final = 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class LedgerWritten(WriterCommitMessage):
     """The ledger that a task wrote, as an unsigned 128-bit number; None for a partition without rows.
 
