@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.jobs.archive import export_ledgers
 from bkctl.spark.session import spark_session
-from bkctl.spark.sources.ledgers import LedgerSource
+from bkctl.spark.sources.ledger_source import LedgerSource
 
 if TYPE_CHECKING:
     import pyarrow as pa

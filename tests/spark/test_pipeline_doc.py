@@ -20,7 +20,7 @@ from support.source_rows import rows_of
 from bkctl.commands.kit.settings import Session
 from bkctl.commands.main import root
 from bkctl.errors import UsageError
-from bkctl.spark.sources import indexes, ledgers, metadata, records
+from bkctl.spark.sources import indexes, ledger_source, metadata, records
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 from bkctl.spark.sources.records import EntryLogSource, JournalSource
 
@@ -38,7 +38,7 @@ SOURCES: Final[dict[str, Any]] = {
     "index": indexes.IndexSource,
     "index/ledgers": indexes.IndexSource,
     "metadata": metadata.MetadataSource,
-    "ledger": ledgers.LedgerSource,
+    "ledger": ledger_source.LedgerSource,
 }
 FILES: Final = ("path", "paths")
 OPTIONS: Final = {
@@ -46,7 +46,7 @@ OPTIONS: Final = {
     "journal": {*FILES, *records.RecordSource.known},
     "index": {*FILES, *indexes.IndexSource.known},
     "metadata": {"path", *metadata.MetadataSource.known},
-    "ledger": set(ledgers.LedgerSource.known),
+    "ledger": set(ledger_source.LedgerSource.known),
 }
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
@@ -28,14 +27,7 @@ _HEX_NAME: Final = r"^[0-9a-f]{32}\z"
 _DAMAGES: Final = f"file string, bookieId string, {DAMAGE} {TYPES[DAMAGE]}"
 
 
-class ExtractedBookie(NamedTuple):
-    """A bookie in facts, and the start of its newest extract."""
-
-    bookie_id: str
-    started_at: datetime
-
-
-class Facts(list[ExtractedBookie]):
+class Facts(list[PartList]):
     """The newest facts of all bookies at `uri`, as they are when this is created; the list of its bookies.
 
     Jobs take it instead of bookies' directories. Raises NotFound without facts at `uri`.
@@ -43,19 +35,18 @@ class Facts(list[ExtractedBookie]):
 
     def __init__(self, uri: str) -> None:
         self._store = FactsStore(uri)
-        self._lists: list[PartList] = self._store.part_lists()
-        super().__init__(ExtractedBookie(each.bookie_id, each.started_at) for each in self._lists)
+        super().__init__(self._store.part_lists())
 
     def check_cluster(self, cluster: Cluster) -> None:
         """Raise Conflict if a bookie's cookie names another cluster, in which all its ledgers would look dead."""
-        for each in self._lists:
+        for each in self:
             for part in each.parts("cookies"):
                 for row in self._store.read("cookies", part, ["file", "instanceId"]).to_pylist():
                     check_cookie(cluster, f"{row['file']} of {each.bookie_id}", row["instanceId"])
 
     def table(self, spark: JobSession, name: str) -> Frame:
         """Return the current rows of one of the TABLES; a query of rows that no extract writes raises BkctlError."""
-        parts = [part for each in self._lists for part in each.parts(name)]
+        parts = [part for each in self for part in each.parts(name)]
         if not parts:
             return spark.createDataFrame([], spark_schema(name))
         if isinstance(spark, LocalSession):

@@ -25,7 +25,7 @@ SOURCES: Final = {
     "bookkeeper.journal": ("records", "JournalSource"),
     "bookkeeper.index": ("indexes", "IndexSource"),
     "bookkeeper.metadata": ("metadata", "MetadataSource"),
-    "bookkeeper.ledger": ("ledgers", "LedgerSource"),
+    "bookkeeper.ledger": ("ledger_source", "LedgerSource"),
 }
 #: Off by default in PySpark, which then refuses sources that take filters.
 PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"

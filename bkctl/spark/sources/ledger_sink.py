@@ -29,7 +29,7 @@ from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.spark.sources.ledgers import NAME, LedgerSource
+from bkctl.spark.sources.ledgers import NAME, LedgerTable
 from bkctl.spark.sources.options import Client
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _LOW_BITS: Final = 32
 _ID_ATTEMPTS_MAX: Final = 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class LedgerWritten(WriterCommitMessage):
     """The ledger that a task wrote, as an unsigned 128-bit number; None for a partition without rows.
 
@@ -63,7 +63,7 @@ class LedgerWriter(DataSourceArrowWriter):
     `ledgerPasswordEnv`. A `batch` of a stream has ids and a mark of its own, which every attempt at it shares.
     """
 
-    def __init__(self, source: LedgerSource, schema: StructType, overwrite: bool, *, batch: int | None = None) -> None:
+    def __init__(self, source: LedgerTable, schema: StructType, overwrite: bool, *, batch: int | None = None) -> None:
         self._source, options = source, source.checked
         job = uuid.uuid4()
         high, low = LedgerId.from_value(job.int)

@@ -32,7 +32,7 @@ from bkctl.spark.sources.ledgers import (
     EntryRange,
     Extent,
     LedgerEntries,
-    LedgerSource,
+    LedgerTable,
     cut,
 )
 from bkctl.spark.sources.options import Client
@@ -96,7 +96,7 @@ def _is_name(name: object) -> bool:
 
 def latest_offsets(options: Mapping[str, str]) -> str:
     """Return the current ends of the ledgers in a query with `options`, for `startingOffsets` of a new stream."""
-    source = LedgerSource(dict(options))
+    source = LedgerTable(dict(options))
     with Client(source.cluster) as client:
         seen = _Look(source).look(client, Offset({}, {}))
     ends = {name: each.next_entry_id for name, each in seen.items()}
@@ -108,7 +108,7 @@ def latest_offsets(options: Mapping[str, str]) -> str:
 class _Look:
     """Determines the extents of the ledgers of a query."""
 
-    def __init__(self, source: LedgerSource) -> None:
+    def __init__(self, source: LedgerTable) -> None:
         self._source = source
         #: Ledgers outside the query, and closed ones without entries.
         self._passed_over: set[LedgerId] = set()
@@ -159,7 +159,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     `maxEntriesPerTrigger` and `maxBytesPerTrigger` (about).
     """
 
-    def __init__(self, source: LedgerSource) -> None:
+    def __init__(self, source: LedgerTable) -> None:
         self._source, options = source, source.checked
         self._entries_max = options.integer("maxEntriesPerTrigger", 0, 1) or None
         given = options.text("maxBytesPerTrigger")

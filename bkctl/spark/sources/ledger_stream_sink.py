@@ -25,7 +25,7 @@ from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten, ledgers_of
-from bkctl.spark.sources.ledgers import NAME, LedgerSource
+from bkctl.spark.sources.ledgers import NAME, LedgerTable
 from bkctl.spark.sources.options import Client
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
     Options: as LedgerWriter has, without `names`; `ledgerScopeId` (not 0) is needed.
     """
 
-    def __init__(self, source: LedgerSource, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, source: LedgerTable, schema: StructType, overwrite: bool) -> None:
         if overwrite:
             raise UsageError(f"{NAME} has no output mode complete", hint="use append or update")
         if not source.scope_id:
@@ -155,7 +155,7 @@ def committed_ledgers(options: Mapping[str, str]) -> list[CommittedLedger]:
 
     `options` are the connection's and `ledgerScopeId`.
     """
-    source = LedgerSource(dict(options))
+    source = LedgerTable(dict(options))
     committed = []
     with Client(source.cluster) as client:
         for record in client.cluster.ledgers.ledgers(source.scope_id):

@@ -1,6 +1,4 @@
-"""`bookkeeper.ledger`: a table of the entries of ledgers, read from their bookies; a stream, and sinks of both.
-
-    spark.read.format("bookkeeper.ledger").options(metadataUri="zk://host:2181/ledgers", ledgerScopeId="7").load()
+"""Read the entries of ledgers from their bookies for `bookkeeper.ledger`: partitions, ranges, checked batches.
 
 Reading does not fence, recover or close a ledger. A closed ledger is read to its end, any other up to the last add
 confirmed that its bookies report when the query is planned. Tasks read ledger passwords from the metadata, and plans do
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
@@ -31,13 +29,6 @@ from bkctl.spark.sources.columns import constant, damage_row, ledger_values, tab
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.readers import QUERY_OPTIONS, TableSource
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
-
-    from bkctl.spark.sources.ledger_sink import LedgerWriter
-    from bkctl.spark.sources.ledger_stream import LedgerStreamReader
-    from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter
 
 NAME: Final = "bookkeeper.ledger"
 COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "lastAddConfirmed", "length", "size", "formatVersion", "payload")
@@ -111,14 +102,8 @@ def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) 
         yield held
 
 
-class LedgerSource(TableSource):
-    """The data source; LedgerStreamReader, LedgerWriter and LedgerStreamWriter have the options of stream and sinks.
-
-    Options of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver,
-    one a line) and `ledgerScopeId` (default: every ledger of every scope); `customMetadata` (KEY=VALUE: only ledgers
-    that have it); `columns`, `mode`; `entriesPerPartition` and `maxPartitionBytes`; `failOnDataLoss` (true: a ledger
-    that is deleted before it was read to its end fails the query; false: it is skipped from there on).
-    """
+class LedgerTable(TableSource):
+    """The table of the data source, whose stream and sinks take cluster, ledgers and limits from it."""
 
     source = NAME
     known = OPTIONS
@@ -140,23 +125,6 @@ class LedgerSource(TableSource):
         self._file = checked.text("ledgersFile")
         #: The ledgers of the query must exist.
         self._are_needed = self.fail_on_data_loss and (self._file is not None or self._conditions.ledgers is not None)
-
-    def streamReader(self, schema: StructType) -> LedgerStreamReader:
-        from bkctl.spark.sources.ledger_stream import LedgerStreamReader
-
-        return LedgerStreamReader(self.reader(schema))
-
-    def writer(self, schema: StructType, overwrite: bool) -> LedgerWriter:
-        """Return the sink of one write; `overwrite` may replace the file that `names` names, never a ledger."""
-        from bkctl.spark.sources.ledger_sink import LedgerWriter
-
-        return LedgerWriter(self, schema, overwrite)
-
-    def streamWriter(self, schema: StructType, overwrite: bool) -> LedgerStreamWriter:
-        """Return the sink of a stream, for the output modes append and update."""
-        from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter
-
-        return LedgerStreamWriter(self, schema, overwrite)
 
     # --- planning -----------------------------------------------------------------------------------------------
 

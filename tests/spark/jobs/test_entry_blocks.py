@@ -15,8 +15,9 @@ from support.engines import Engine
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.spark.engine import functions_of
 from bkctl.spark.jobs import entry_blocks
-from bkctl.spark.jobs.entries import log_damages, promised_blocks, shares_of, unreadable_files
+from bkctl.spark.jobs.entries import log_damages, promised_blocks, shares_of
 from bkctl.spark.jobs.entry_blocks import INDEX, JOURNAL, LOG, Ids, fold, unfold
+from bkctl.spark.jobs.integrity import unreadable_files
 from bkctl.spark.sources.columns import DAMAGE, TYPES, arrow_schema
 
 LAST = 2**63 - 1

@@ -20,7 +20,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd.etcd_store import EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten
-from bkctl.spark.sources.ledgers import LedgerSource
+from bkctl.spark.sources.ledger_source import LedgerSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

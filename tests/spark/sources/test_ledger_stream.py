@@ -19,8 +19,8 @@ from support.source_rows import struct_of
 
 from bkctl.errors import LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
+from bkctl.spark.sources.ledger_source import LedgerSource
 from bkctl.spark.sources.ledger_stream import LedgerStreamReader, allot, latest_offsets
-from bkctl.spark.sources.ledgers import LedgerSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -15,8 +15,8 @@ from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import Conflict, NotEnoughBookies, UsageError
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten
+from bkctl.spark.sources.ledger_source import LedgerSource
 from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter, committed_ledgers
-from bkctl.spark.sources.ledgers import LedgerSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -16,7 +16,8 @@ from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources.columns import ledger_values
-from bkctl.spark.sources.ledgers import COLUMNS, EntryRange, LedgerSource, cut
+from bkctl.spark.sources.ledger_source import LedgerSource
+from bkctl.spark.sources.ledgers import COLUMNS, EntryRange, cut
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
