@@ -88,7 +88,7 @@ def seconds_of(storage: BookieStorage, ledger: LedgerId, at_once: int) -> float:
         batch = commits.take_batch()
         if batch is not None:
             commits.commit(batch)
-            commits.settle(batch, None)  # nobody waits
+            commits.settle(batch, None)
     storage.run_checkpoint()
     return seconds / (COUNT - 1)
 

@@ -1,7 +1,7 @@
 """Garbage collection: deleted ledgers leave a bookie, and then their entries leave the entry logs.
 
-A round deletes ledgers, removes and compacts entry logs (`entry_log_collection`), as often as
-its schedule says. Source: GarbageCollectorThread.
+A round deletes ledgers, removes and compacts entry logs (`entry_log_collection`), as often as its schedule says.
+Source: GarbageCollectorThread, ScanAndCompareGarbageCollector with verifyMetadataOnGC; BP-35 for scopes.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of
 from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
-from bkctl.files.windows import WINDOW_SIZE_BYTES, Closing, FileReader
+from bkctl.files.windows import WINDOW_SIZE_BYTES, ClosingReader, FileReader
 from bkctl.formats.entry import read_lac_header
 from bkctl.formats.entry_log import pack_location, unpack_location
 from bkctl.formats.index import (
@@ -158,7 +158,7 @@ class Gap(NamedTuple):
     last_entry_id: int
 
 
-class LedgerIndex(Closing):
+class LedgerIndex(ClosingReader):
     """The index of one ledger. Use as a context manager. Created by `BookieIndexes`."""
 
     def __init__(self, ledger: LedgerId, path: Path, facts: IndexHeader | LedgerData) -> None:
@@ -238,7 +238,7 @@ class IndexDatabases(NamedTuple):
     locations: LocationsDatabase
 
 
-class BookieIndexes(Closing):
+class BookieIndexes(ClosingReader):
     """All ledger indexes in a bookie's index directories, as they are now. Use as a context manager.
 
     Databases are opened at first use, and keep the content of that moment.

@@ -22,8 +22,8 @@ _JUMPS_SHORT: Final = 8
 _LOST: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
-class Closing:
-    """A context manager that closes itself at the end."""
+class ClosingReader:
+    """A reader of files that is closed at the end of its context."""
 
     def close(self) -> None:
         """Close the files."""
@@ -35,7 +35,7 @@ class Closing:
         self.close()
 
 
-class FileReader(Closing):
+class FileReader(ClosingReader):
     """One file, open to read. Use as a context manager. `path` is as given, `name` the path for messages.
 
     Raises NotFound, UsageError (not a regular file), BkctlError (no permission); reads raise Corrupt if the disk fails.

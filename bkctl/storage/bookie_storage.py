@@ -123,8 +123,8 @@ class Checkpointer:
 
     `marks_written` are in the `lastMark` files at present. A journal in `_pins` keeps its mark there, for records that
     the last start could not replay; so does a journal with records of a ledger that the last flush could not write.
-    `_evict` lets handles leave memory once the disk has their changes. `_journals` are those of `_journal_count`
-    directories once the storage is open.
+    `_evict` lets handles leave memory once the disk has their changes. `_journals` has `_journal_count` journals once
+    the storage is open.
     """
 
     _storage: LedgerStorage[Any]
