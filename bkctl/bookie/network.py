@@ -153,11 +153,8 @@ def reserved_port(host: str) -> Iterator[int]:
     One that the system chooses could become the port of an outgoing connection while the server is down. Only on Linux
     can a server listen beside the reservation; elsewhere it ends at once. Raises BkctlError if no port is free.
     """
-    address, family = "", socket.AF_INET
-    if _is_loopback(host):
-        address = _address_of(host)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as holder:
+    address = _address_of(host) if _is_loopback(host) else ""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
         for port in (*random.sample(_FREE_PORTS, min(100, len(_FREE_PORTS))), 0):
             with contextlib.suppress(OSError):
                 holder.bind((address, port))

@@ -37,7 +37,7 @@ from bkctl.http.server_settings import HttpSettings
 from bkctl.http.server_url import LOOPBACK, WILDCARDS
 from bkctl.http.service import BookieProxy, Service
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
-from bkctl.protocol.acceptor import Acceptor, has_ipv6, release, share_of_descriptors
+from bkctl.protocol.acceptor import Acceptor, release, share_of_descriptors
 
 if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie
@@ -175,7 +175,7 @@ class HttpServer:
         host, port = self.settings.host.strip("[]") or "0.0.0.0", self.settings.port
         try:
             # A wildcard means the addresses of IPv6 and IPv4, as for Apache's server, where the system has both.
-            found = "::" if host in WILDCARDS and has_ipv6() else host
+            found = "::" if host in WILDCARDS and socket.has_dualstack_ipv6() else host
             family, kind, number, _, address = socket.getaddrinfo(found, port, type=socket.SOCK_STREAM)[0]
             self._socket = socket.socket(family, kind, number)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -84,16 +84,6 @@ class ClientProtocol(Protocol):
         """Close the connection at once."""
 
 
-def has_ipv6() -> bool:
-    """Return True if this system can listen on addresses of IPv6."""
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.bind(("::", 0))
-    except OSError:
-        return False
-    return True
-
-
 async def claim_port(host: str, port: int) -> list[socket.socket]:
     """Bind a socket to each address of `host` ("": all, of IPv6 too); port 0 picks a free one. Raises OSError.
 
@@ -105,7 +95,7 @@ async def claim_port(host: str, port: int) -> list[socket.socket]:
     claimed: list[socket.socket] = []
     try:
         for family, kind, number, _, address in dict.fromkeys(found):
-            if not host and family == socket.AF_INET6 and not has_ipv6():
+            if not host and family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
                 continue
             listener = socket.socket(family, kind, number)
             claimed.append(listener)

@@ -15,7 +15,7 @@ from bkctl.bookie import network
 from bkctl.bookie.network import reserved_port
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
-from bkctl.protocol.acceptor import claim_port, has_ipv6
+from bkctl.protocol.acceptor import claim_port
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a reservation lasts on Linux only")
@@ -39,7 +39,7 @@ def test_a_bookie_on_all_addresses_answers_on_those_of_ipv6() -> None:
         for listener in claimed:
             listener.listen()
         port = claimed[0].getsockname()[1]
-        for address in ("127.0.0.1", "::1") if has_ipv6() else ("127.0.0.1",):
+        for address in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
             socket.create_connection((address, port), 5).close()
         for listener in claimed:
             listener.close()

@@ -32,7 +32,6 @@ from bkctl.http.server_url import bookie_url, token_for_registered
 from bkctl.http.service import Service
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import RegisteredBookie, open_cluster
-from bkctl.protocol.acceptor import has_ipv6
 from bkctl.protocol.connection import run
 
 V1 = "/api/v1"
@@ -428,7 +427,7 @@ def own_address() -> str:
 
 def own_ipv6_addresses() -> list[str]:
     """The addresses of IPv6 of this machine: ::1, and one beyond loopback; none without IPv6."""
-    if not has_ipv6():
+    if not socket.has_dualstack_ipv6():
         return []
     with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
         with contextlib.suppress(OSError):

@@ -92,7 +92,7 @@ def made_release(name: str, java: Java, directory: Path, stack: ExitStack) -> Re
     )  # fmt: skip
     zookeeper.port = 2181
     with network.hosts.open("a") as hosts:
-        for alias in ("", "-0.pulsar-zookeeper.bk", "-2.pulsar-zookeeper-headless.bk"):
+        for alias in ("", "-0.pulsar-zookeeper.bk", "-2.pulsar-zookeeper.bk", "-2.pulsar-zookeeper-headless.bk"):
             hosts.write(f"10.99.0.2 pulsar-zookeeper{alias}\n")
     zookeeper.start()
     stack.callback(zookeeper.kill)

@@ -218,6 +218,7 @@ def image(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> Chroot:
     return chroot
 
 
+@pytest.mark.long
 def test_any_user_of_group_0_can_write_what_pulsar_s_chart_writes(image: Chroot) -> None:
     for name in ("pulsar/conf", "pulsar/conf/bookkeeper.conf", "pulsar/data", "pulsar/bin", "var/lib/bkctl"):
         found = (image.root / name).stat()

@@ -68,9 +68,10 @@ class Authority:
         )
 
     def files(self, name: str, serial: int, days: float = 30) -> dict[str, bytes]:
-        """The files of a secret as cert-manager writes them, for a host and all below it."""
+        """The files of a secret as cert-manager writes them, for a host, all below it, and loopback."""
         secret = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.DNSName(name), x509.DNSName(f"*.{name}")])
+        loopback = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        names = x509.SubjectAlternativeName([x509.DNSName(name), x509.DNSName(f"*.{name}"), loopback])
         made = self._builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), serial, days)
         made = made.public_key(secret.public_key()).add_extension(names, critical=False)
         certificate = made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
