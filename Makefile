@@ -34,6 +34,7 @@ fast: .venv/.test
 lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/zizmor --offline -q .github
 
 format: .venv/.test
 	$(BIN)/ruff check --fix --select I .

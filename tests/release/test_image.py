@@ -283,7 +283,6 @@ wait "$bookie"
 """
 
 
-@pytest.mark.long
 def test_steps_of_the_containerfile_make_a_bookie_on_a_read_only_root(image: Chroot, tmp_path: Path) -> None:
     volume, conf = tmp_path / "volume", tmp_path / "conf"
     volume.mkdir()
