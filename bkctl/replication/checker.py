@@ -13,7 +13,7 @@ import contextlib
 import random
 from asyncio import to_thread
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import ReplicaPlace, RoundRobinDistributionSchedule, locate
