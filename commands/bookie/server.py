@@ -127,7 +127,7 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 def _url_of_conf(run: Run) -> str:
     """Return the HTTP server of the bookie whose configuration --conf is."""
     from bkctl.config import read_properties
-    from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_of_another_machine
+    from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_of_this_machine
 
     if run.access.conf is None:
         raise UsageError(
@@ -144,7 +144,7 @@ def _url_of_conf(run: Run) -> str:
     if host in WILDCARDS:  # on every address; without a token, all but probes on loopback only
         advertised = settings.get("advertisedAddress")
         # A certificate is for the advertised host.
-        is_named = advertised and (scheme == "https" or is_of_another_machine(advertised))
+        is_named = advertised and (scheme == "https" or is_of_this_machine(advertised) is False)
         host = advertised if advertised and is_named else LOOPBACK
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
 
