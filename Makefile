@@ -53,6 +53,7 @@ protos: .venv/.test
 
 picture: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/picture.py docs
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/screenshots.py docs
 
 # The documentation as a site, in build/site; a broken link fails.
 site: .venv/.test

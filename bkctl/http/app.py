@@ -78,6 +78,13 @@ _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
 )
 
 
+class Refused(Exception):
+    """A request that is answered with `answer`, and ends its connection unless other `headers` are given."""
+
+    def __init__(self, status: int, message: str, hint: str | None = None, headers: Mapping[str, str] = _CLOSE) -> None:
+        self.answer = error_answer(status, message, hint, headers)
+
+
 class Api:
     """The endpoints of a bookie's own server, or of a gateway if `service` has no bookie; few of auto-recovery's.
 
@@ -159,6 +166,8 @@ class Api:
         self._running += 1
         try:
             return await self._checked(request)
+        except Refused as error:
+            return error.answer
         except BkctlError as error:
             return _refusal(error)
         except ClientDisconnect:
@@ -176,25 +185,19 @@ class Api:
         methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
         has_full_access = self._token is None or hmac.compare_digest(_bearer_token(request), self._token)
-        refused = self._refuse_page(request, endpoint)
+        _check_page(request, endpoint)
         is_gateway = not self.service.has_bookie
-        if refused is None and not (endpoint and endpoint.is_open(open_probes=self._open_probes, gateway=is_gateway)):
-            if self._hosts is not None and not _is_over_loopback(request):
-                refused = self._refuse_stranger()
-            elif not has_full_access:
-                refused = self._refuse_token(request, endpoint)
-            refused = refused or self._refuse_host(request)
-        if refused is not None:
-            return refused
+        if not (endpoint and endpoint.is_open(open_probes=self._open_probes, gateway=is_gateway)):
+            self._check_loopback(request)
+            if not has_full_access:
+                self._check_token(request, endpoint)
+            self._check_host(request)
         if methods is None:
-            return error_answer(404, f"Unknown path {path}", f"{OPENAPI_PATH} lists the endpoints")
+            raise Refused(404, f"Unknown path {path}", f"{OPENAPI_PATH} lists the endpoints", {})
         if endpoint is None:
             allowed = ", ".join(sorted(methods))
-            hint = f"use {allowed}"
-            return error_answer(405, f"{request.method} is not allowed here", hint, {"Allow": allowed})
+            raise Refused(405, f"{request.method} is not allowed here", f"use {allowed}", {"Allow": allowed})
         body = await _read_body(request)
-        if isinstance(body, Response):
-            return body
         timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
         if self._is_forwarded(endpoint):
             timeout_s += FORWARD_TIMEOUT_S
@@ -206,13 +209,11 @@ class Api:
 
     async def _page(self, console: Console, request: Request) -> Response:
         """Return a page of the console, which has its own sign-in. Links may lead to it from anywhere."""
-        is_link = request.method in ("GET", "HEAD")
-        refused = self._refuse_host(request) or (None if is_link else self._refuse_page(request, None))
-        if refused is None and self._hosts is not None and not _is_over_loopback(request):
-            refused = self._refuse_stranger()
-        body = refused or await _read_body(request)
-        if isinstance(body, Response):
-            return body
+        self._check_host(request)
+        if request.method not in ("GET", "HEAD"):
+            _check_page(request, None)
+        self._check_loopback(request)
+        body = await _read_body(request)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await console.answer(request, body)
@@ -227,7 +228,7 @@ class Api:
             is_forwarded and any(value.name == SHOW_SECRETS for value in endpoint.values)
         )
         if has_secrets and not sees_secrets:
-            return error_answer(403, "The token is read-only, without secrets", "send the full token", _CLOSE)
+            raise Refused(403, "The token is read-only, without secrets", "send the full token")
         parsed = endpoint.body.parse(body) if endpoint.body is not None else {}
         if is_forwarded:
             assert self._upstream is not None
@@ -237,41 +238,38 @@ class Api:
     def _is_forwarded(self, endpoint: ApiEndpoint) -> bool:
         return endpoint.of_bookie and not self.service.has_bookie
 
-    def _refuse_page(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
-        """Return a refusal if a browser sent the request for a web page of another server."""
-        headers = request.headers
-        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        host = headers.get("host", "")
-        is_foreign = origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
-        if is_foreign or site not in (None, "none", "same-origin"):
-            return error_answer(403, "Requests of web pages are refused", "ask with bkctl or curl", _CLOSE)
-        if endpoint is not None and endpoint.acts and _is_of_browser(headers):
-            hint = "a link or a picture of a page could send it; ask with bkctl or curl"
-            return error_answer(403, f"{endpoint.path} changes something, and a browser asks for it", hint, _CLOSE)
-        return None
-
-    def _refuse_token(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
-        """Return a refusal for a request without the full token, unless the read-only token suffices."""
-        is_reader = self._read_only_token is not None and hmac.compare_digest(
-            _bearer_token(request), self._read_only_token
-        )
-        if not is_reader:
-            return self._refuse_stranger()
+    def _check_token(self, request: Request, endpoint: ApiEndpoint | None) -> None:
+        """Refuse a request without the full token, unless the read-only token suffices."""
+        reader = self._read_only_token
+        if reader is None or not hmac.compare_digest(_bearer_token(request), reader):
+            raise self._no_token()
         if endpoint is not None and not endpoint.only_reads:
-            return error_answer(403, "The token is read-only", "send the full token", _CLOSE)
-        return None
+            raise Refused(403, "The token is read-only", "send the full token")
 
-    def _refuse_stranger(self) -> Response:
-        return error_answer(
-            401, "The token is missing or wrong", self._token_hint, {"WWW-Authenticate": "Bearer", **_CLOSE}
-        )
+    def _check_loopback(self, request: Request) -> None:
+        if self._hosts is not None and not _is_over_loopback(request):
+            raise self._no_token()
 
-    def _refuse_host(self, request: Request) -> Response | None:
+    def _no_token(self) -> Refused:
+        headers = {"WWW-Authenticate": "Bearer", **_CLOSE}
+        return Refused(401, "The token is missing or wrong", self._token_hint, headers)
+
+    def _check_host(self, request: Request) -> None:
         if self._hosts is not None and not _is_one_of(request.headers.get("host", ""), self._hosts):
-            return error_answer(
-                403, "The request is for another host", "ask for localhost or an address", _CLOSE
-            )  # fmt: skip
-        return None
+            raise Refused(403, "The request is for another host", "ask for localhost or an address")
+
+
+def _check_page(request: Request, endpoint: ApiEndpoint | None) -> None:
+    """Refuse a request that a browser sent for a web page of another server."""
+    headers = request.headers
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    host = headers.get("host", "")
+    is_foreign = origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
+    if is_foreign or site not in (None, "none", "same-origin"):
+        raise Refused(403, "Requests of web pages are refused", "ask with bkctl or curl")
+    if endpoint is not None and endpoint.acts and _is_of_browser(headers):
+        hint = "a link or a picture of a page could send it; ask with bkctl or curl"
+        raise Refused(403, f"{endpoint.path} changes something, and a browser asks for it", hint)
 
 
 def _routes(endpoints: Iterable[ApiEndpoint]) -> Mapping[str, Mapping[str, ApiEndpoint]]:
@@ -312,18 +310,18 @@ def _is_one_of(host: str, names: set[str]) -> bool:
     return True
 
 
-async def _read_body(request: Request) -> bytes | Response:
-    """Return the body, or the refusal of one that is too large or too slow."""
+async def _read_body(request: Request) -> bytes:
+    """Return the body. Refuse one that is too large or too slow."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 size += len(part)
                 if size > BODY_SIZE_BYTES_MAX:
-                    return error_answer(413, f"The body has more than {BODY_SIZE_BYTES_MAX} bytes", None, _CLOSE)
+                    raise Refused(413, f"The body has more than {BODY_SIZE_BYTES_MAX} bytes")
                 parts.append(part)
     except TimeoutError:
-        return error_answer(408, f"The body did not come within {BODY_TIMEOUT_S:g} s", None, _CLOSE)
+        raise Refused(408, f"The body did not come within {BODY_TIMEOUT_S:g} s") from None
     return b"".join(parts)
 
 

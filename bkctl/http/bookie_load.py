@@ -70,6 +70,15 @@ class LoadCounts(NamedTuple):
 
 
 NO_COUNTS: Final = LoadCounts(None, None, None, None, None)
+#: The metrics of LoadCounts, and of the percentiles of BookieReading, in their order.
+_COUNTED: Final = (
+    "bookkeeper_server_ADD_ENTRY_REQUEST_count", "bookkeeper_server_READ_ENTRY_REQUEST_count", "bookie_WRITE_BYTES",
+    "bookie_READ_BYTES", "bookie_journal_JOURNAL_WRITE_BYTES",
+)  # fmt: skip
+_MEASURED: Final = (
+    "bookkeeper_server_ADD_ENTRY_REQUEST", "bookkeeper_server_READ_ENTRY_REQUEST", "bookie_journal_JOURNAL_SYNC",
+    "bookie_journal_JOURNAL_QUEUE_LATENCY",
+)  # fmt: skip
 
 
 class BookieReading(NamedTuple):
@@ -179,29 +188,17 @@ def read_bookie(api: BookieApi) -> BookieReading:
         collection = _collection(api.garbage_collection())
     except BkctlError as error:
         problems.append(str(error))
-    counts = LoadCounts(
-        samples.total("bookkeeper_server_ADD_ENTRY_REQUEST_count"),
-        samples.total("bookkeeper_server_READ_ENTRY_REQUEST_count"),
-        samples.total("bookie_WRITE_BYTES"),
-        samples.total("bookie_READ_BYTES"),
-        samples.total("bookie_journal_JOURNAL_WRITE_BYTES"),
-    )
+    counts = LoadCounts(*map(samples.total, _COUNTED))
+    add, read, journal_sync, journal_queue = map(samples.percentiles, _MEASURED)
     return BookieReading(
-        at_s,
-        counts,
-        samples.percentiles("bookkeeper_server_ADD_ENTRY_REQUEST"),
-        samples.percentiles("bookkeeper_server_READ_ENTRY_REQUEST"),
-        samples.percentiles("bookie_journal_JOURNAL_SYNC"),
-        samples.percentiles("bookie_journal_JOURNAL_QUEUE_LATENCY"),
+        at_s, counts, add, read, journal_sync, journal_queue,
         samples.whole("bookie_journal_JOURNAL_QUEUE_SIZE"),
         samples.whole("bookie_ledgers_count"),
         samples.collected("MAJOR_COMPACTION_TOTAL"),
         samples.collected("MINOR_COMPACTION_TOTAL"),
         samples.collected("RECLAIMED_COMPACTION_SPACE_BYTES", "RECLAIMED_DELETION_SPACE_BYTES"),
-        disk,
-        collection,
-        problems[0] if problems else None,
-    )
+        disk, collection, problems[0] if problems else None,
+    )  # fmt: skip
 
 
 def _collection(found: GarbageCollection) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partialmethod
@@ -73,6 +73,14 @@ class ValueKind(Enum):
     TEXTS = "array"
 
 
+#: The form of values in words, and its check; others are strings.
+_FORMS: Final[Mapping[ValueKind, tuple[str, Callable[[Any], bool]]]] = {
+    ValueKind.TEXTS: ("an array of strings", lambda given: isinstance(given, list) and {*map(type, given)} <= {str}),
+    ValueKind.INTEGER: ("a whole number", lambda given: type(given) is int),
+    ValueKind.BOOLEAN: ("true or false", lambda given: isinstance(given, bool)),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A value of a query or a body. Integers are from `least` to `most`; with `choices`, only these texts are valid."""
@@ -95,19 +103,10 @@ class Value:
 
     def of_body(self, value: Any) -> Any:
         """Return the value of JSON in a body; booleans may be strings. Raise UsageError."""
-        if self.kind is ValueKind.TEXTS:
-            is_right, wanted = (
-                isinstance(value, list) and all(isinstance(item, str) for item in value),
-                "an array of strings",
-            )
-        elif self.kind is ValueKind.INTEGER:
-            is_right, wanted = type(value) is int, "a whole number"
-        elif self.kind is ValueKind.BOOLEAN:
-            value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-            is_right, wanted = isinstance(value, bool), "true or false"
-        else:
-            is_right, wanted = isinstance(value, str), "a string"
-        if not is_right:
+        if self.kind is ValueKind.BOOLEAN and isinstance(value, str):
+            value = {"true": True, "false": False}.get(value.lower(), value)
+        wanted, is_right = _FORMS.get(self.kind, ("a string", lambda given: isinstance(given, str)))
+        if not is_right(value):
             raise self._refuse(value, wanted)
         if self.choices and value not in self.choices:
             raise self._refuse(value, f"one of {', '.join(self.choices)}")
@@ -371,21 +370,6 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "replace")  # a request may put half a surrogate pair into a message
 
 
-def error_codes(endpoint: ApiEndpoint) -> Iterator[tuple[int, str]]:
-    """Yield the status codes of the endpoint's errors, and their meanings."""
-    if endpoint.values or endpoint.body is not None:
-        yield 400, "A value is missing, or does not parse"
-    yield 401, "The token is missing or wrong"
-    yield 403, "The request does not come from where it may"
-    yield from endpoint.errors.items()
-    if endpoint.body is not None:
-        yield 413, "The body is too large"
-    yield 408, "The request did not come in time"
-    yield 500, "Stored data is damaged, or the server is at fault"
-    yield 503, "Too much to do, or a server behind it cannot be reached"
-    yield 504, "A server behind it did not answer in time"
-
-
 #: Every scope, as the value of a scope parameter.
 ALL_SCOPES: Final = "*"
 LIMIT_MAX: Final = 1_000_000
@@ -437,45 +421,49 @@ def document(
 def _operation(endpoint: ApiEndpoint, method: str, gateway: bool) -> dict[str, Any]:
     name = "-".join(part for part in endpoint.path.split("/") if part not in ("", "api", "v1"))
     operation: dict[str, Any] = {
-        "operationId": f"{method}-{name}",
-        "summary": endpoint.summary,
-        "responses": _responses(endpoint, gateway),
-    }
+        "operationId": f"{method}-{name}", "summary": endpoint.summary, "responses": _responses(endpoint, gateway),
+    }  # fmt: skip
     parameters = [
         {
-            "name": value.name,
-            "in": "query",
-            "description": value.help,
-            "required": value.required,
+            "name": value.name, "in": "query", "description": value.help, "required": value.required,
             "schema": value.schema(in_body=False),
         }
         for value in (*endpoint.values, *([_BOOKIE] if gateway and endpoint.of_bookie else []))
-    ]
+    ]  # fmt: skip
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
-        operation["requestBody"] = {
-            "required": endpoint.body.needed,
-            "content": {JSON: {"schema": endpoint.body.schema()}},
-        }
+        content = {JSON: {"schema": endpoint.body.schema()}}
+        operation["requestBody"] = {"required": endpoint.body.needed, "content": content}
     return operation
 
 
+_INVALID: Final = {400: "A value is missing, or does not parse"}
+#: Errors of all endpoints.
+_ERRORS: Final[Mapping[int, str]] = {
+    401: "The token is missing or wrong",
+    403: "The request does not come from where it may",
+    408: "The request did not come in time",
+    500: "Stored data is damaged, or the server is at fault",
+    503: "Too much to do, or a server behind it cannot be reached",
+    504: "A server behind it did not answer in time",
+}
+
+
 def _responses(endpoint: ApiEndpoint, gateway: bool) -> dict[str, Any]:
-    if isinstance(endpoint.answer, str):
-        content: dict[str, Any] = {endpoint.answer: {"schema": STRING}}
-    else:
-        content = {JSON: {"schema": endpoint.answer}}
+    is_text, is_forwarded = isinstance(endpoint.answer, str), gateway and endpoint.of_bookie
+    content: dict[Any, Any] = {endpoint.answer if is_text else JSON: {"schema": STRING if is_text else endpoint.answer}}
     if endpoint.text_too:
         content[TEXT] = {"schema": STRING}
-    responses: dict[str, Any] = {"200": {"description": "Done", "content": content}}
-    codes = dict(error_codes(endpoint))
-    if gateway and endpoint.of_bookie:
-        codes = {400: "A value is missing, or does not parse", 404: "The bookie does not exist", **codes}
-        codes[502] = "The bookie's server sent an invalid answer"
-    for code, meaning in sorted(codes.items()):
-        responses[str(code)] = {
-            "description": meaning,
-            "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
-        }
-    return responses
+    codes = {
+        **(_INVALID if endpoint.values or endpoint.body is not None or is_forwarded else {}),
+        **({404: "The bookie does not exist"} if is_forwarded else {}),
+        **_ERRORS, **endpoint.errors,
+        **({413: "The body is too large"} if endpoint.body is not None else {}),
+        **({502: "The bookie's server sent an invalid answer"} if is_forwarded else {}),
+    }  # fmt: skip
+    error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {
+        "200": {"description": "Done", "content": content},
+        **{str(code): {"description": meaning, "content": error} for code, meaning in sorted(codes.items())},
+    }

@@ -98,7 +98,7 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
         )
     host = host or found.host
     address = bookie.address
-    if is_loopback_address(host.strip("[]")) and address is not None and is_of_another_machine(address[0]):
+    if is_loopback_address(host.strip("[]")) and address is not None and is_of_this_machine(address[0]) is False:
         raise BookieUnavailable(
             f"The HTTP server of bookie {bookie.bookie_id} is open to its own machine only ({address[0]})",
             hint="run the command there, or set httpServerHost and httpServerTokenFile in its configuration",
@@ -115,13 +115,8 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
     return str(ServerUrl(found.protocol == "https", host.strip("[]"), found.port, ""))
 
 
-def is_of_another_machine(host: str) -> bool:
-    """Return True if `host` is known to be another machine: no socket can be bound to its address here. Blocks."""
-    return is_of_this_machine(host) is False
-
-
 def is_of_this_machine(host: str) -> bool | None:
-    """Return whether an address of `host` is this machine's, None for an unknown host. Blocks."""
+    """Return whether a socket can be bound to the address of `host` here, None for an unknown host. Blocks."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
     except (OSError, UnicodeError):

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from bkctl.client.disk_space import disk_space
+from bkctl.columns import size_text
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
 from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.replication.bookie_mover import BookieMover
@@ -193,7 +194,7 @@ class Departure(ABC):
                 free += space.free
         needed = self.plan.size_bytes
         answered = counted(len(writable) - len(silent), "bookie")
-        text = f"About {amount_text(needed)} to copy, {amount_text(free)} free on {answered}"
+        text = f"About {size_text(needed)} to copy, {size_text(free)} free on {answered}"
         if silent:
             text += f"; no answer from {', '.join(silent)}"
         if needed > free and writable and not silent:
@@ -277,15 +278,6 @@ class Departure(ABC):
 def counted(count: int, noun: str) -> str:
     """Return `1 ledger`, `2 ledgers`."""
     return f"{count:,} {noun if count == 1 else f'{noun}s'}"
-
-
-def amount_text(size_bytes: int) -> str:
-    value, unit = float(size_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
 
 
 @dataclass(eq=False)

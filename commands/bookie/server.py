@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 from bkctl.columns import Column, Columns, Kind
 from bkctl.config import read_properties
 from bkctl.errors import BkctlError, FindingsError, NotFound, TimedOut, Unreachable, Unsupported, UsageError
-from bkctl.http.server_url import LOOPBACK, WILDCARDS, bookie_url, is_of_another_machine
+from bkctl.http.server_url import LOOPBACK, WILDCARDS, bookie_url, is_of_this_machine
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of
@@ -138,7 +138,7 @@ def _url_of_conf(run: Run) -> str:
     if host in WILDCARDS:  # on every address; without a token, all but probes on loopback only
         advertised = settings.get("advertisedAddress")
         # A certificate is for the advertised host.
-        is_named = advertised and (scheme == "https" or is_of_another_machine(advertised))
+        is_named = advertised and (scheme == "https" or is_of_this_machine(advertised) is False)
         host = advertised if advertised and is_named else LOOPBACK
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
 
