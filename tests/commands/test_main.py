@@ -435,7 +435,8 @@ def test_flags_of_the_program_stand_anywhere(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_the_script_of_a_shell(cli: Cli, shell: str) -> None:
     name = {"bash": "bkctl.bash", "zsh": "_bkctl", "fish": "bkctl.fish"}[shell]
-    assert cli("completion", shell).out == (Path(__file__).parents[2] / "commands/kit/shell-completion" / name).read_text()
+    scripts = Path(__file__).parents[2] / "commands/kit/shell-completion"
+    assert cli("completion", shell).out == (scripts / name).read_text()
 
 
 def test_help_on_a_terminal_of_60_columns_fits(cli: Cli) -> None:
