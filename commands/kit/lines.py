@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from json.encoder import JSONEncoder
@@ -146,7 +147,7 @@ class _Field:
         return [null if value is None else text(value) for value in values]
 
 
-class _Fields:
+class _Fields(ABC):
     """The columns of one kind of row in one format, each row a text or a tuple of cells."""
 
     def __init__(self, fields: Iterable[_Field]) -> None:
@@ -173,9 +174,9 @@ class _Fields:
         values = list(map(self.values, rows))
         return self.of_columns(len(values), self.columns(values))
 
+    @abstractmethod
     def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> Iterable[Any]:
         """Return each of `count` rows given as columns as this format has it."""
-        raise NotImplementedError
 
 
 class Lines(_Fields):
