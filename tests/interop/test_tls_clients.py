@@ -33,7 +33,7 @@ def test_apache_s_client_speaks_tls_with_certificates_on_both_sides(java: Java, 
     conf = shell_conf(tmp_path / "client.conf", uri, tls)
 
     def said(of: Path) -> str:
-        """What the shell says, whose exit code is 0 in any case; the last entry is read again."""
+        """Output of the shell, whose exit code is 0 in any case; it reads the last entry again."""
         shell = ("simpletest", "-ensemble", "1", "-writeQuorum", "1", "-ackQuorum", "1", "-numEntries", "9")
         done = java.shell(of, *shell)
         return done.stdout + done.stderr
