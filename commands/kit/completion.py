@@ -39,7 +39,7 @@ FILES: Final = ("FILE", "DIR")
 #: The exit code where the shell's own file names complete the word.
 FILES_CODE: Final = 3
 
-#: Shell → the script in completions/ that asks bkctl for all candidates, as those of git and kubectl do.
+#: Shell → the script in completions/ that asks bkctl for all candidates, as git and kubectl have them.
 SCRIPTS: Final = {"bash": "bkctl.bash", "zsh": "_bkctl", "fish": "bkctl.fish"}
 
 

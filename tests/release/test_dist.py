@@ -167,7 +167,7 @@ def test_one_file_finds_its_python_or_says_which_it_needs(tmp_path: Path) -> Non
     (tmp_path / "python3.99").chmod(0o755)
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{program} bookie check\n")
-    # What is called that, and is another Python, does not start itself for ever.
+    # A program of that name that is another Python does not start itself for ever.
     (tmp_path / "python3.99").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1
