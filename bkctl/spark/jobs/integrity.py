@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from bkctl.spark.jobs.entry_blocks import Mask
 
 INTACT: Final = "intact"
+#: Fragments of more entries are not compared: a number in metadata may be damaged, and no files hold so much.
+COMPARED_ENTRIES_MAX: Final = 1 << 30
 #: Columns cannot decide: the replica is intact if one of the deciding `looks` finds it.
 IN_DOUBT: Final = "look"
 
@@ -62,6 +64,8 @@ class Problem(StrEnum):
     NOT_INDEXED = "notIndexed"
     #: The index points to another entry.
     MISPLACED = "misplaced"
+    #: Metadata promises more entries of a fragment than COMPARED_ENTRIES_MAX.
+    NOT_COMPARED = "notCompared"
     #: A file ends in damage: entries behind the damage are found by the index alone, if at all.
     UNREADABLE = "unreadable"
 
@@ -106,17 +110,20 @@ def integrity(
     if held is None:
         held = held_entries(spark, bookies, ledger, scope_id, indexes=indexes).persist()
         persisted.append(held)
-    fragments = fragments_of(metadata, held).persist()
+    every = fragments_of(metadata, held).persist()
+    fragments = every.filter(f"last - first < {COMPARED_ENTRIES_MAX}")
     ledgers = metadata.select(QUALIFIED_NAME, "digestType", F.col("state").alias("ledgerState"), "writeQuorumSize")
     # Replicas that agree end here: the rest is about the few others.
     doubtful = judge_replicas(promised_blocks(fragments, bookies), held, ledgers, indexes=indexes).persist()
     suspects = _absent(doubtful).unionByName(_decided(look_again(doubtful, bookies, connection))).persist()
-    findings = _with_intact_count(suspects, fragments, bookies).join(ledgers.drop("digestType"), QUALIFIED_NAME)
-    findings = with_ledger_ids(findings).unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
+    findings = _with_intact_count(suspects, fragments, bookies)
+    findings = findings.unionByName(_not_compared(every, bookies), allowMissingColumns=True)
+    findings = with_ledger_ids(findings.join(ledgers.drop("digestType"), QUALIFIED_NAME))
+    findings = findings.unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
     order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset")
     return Integrity(
-        (*persisted, fragments, doubtful, suspects),
-        findings.orderBy(*order), absent_bookies(fragments, bookies), promise_counts(fragments, bookies),
+        (*persisted, every, doubtful, suspects),
+        findings.orderBy(*order), absent_bookies(every, bookies), promise_counts(fragments, bookies),
     )  # fmt: skip
 
 
@@ -128,6 +135,19 @@ def _absent(judged: Frame) -> Frame:
         *REPLICA, "promised", F.col("verdict").alias("problem"), copy["file"].alias("file"),
         copy["offset"].alias("offset"), F.lit(None).cast("string").alias("detail"),
     )  # fmt: skip
+
+
+def _not_compared(fragments: Frame, bookies: Bookies) -> Frame:
+    """Return the fragments with more than COMPARED_ENTRIES_MAX entries as findings about their first entries."""
+    F = functions_of(fragments)
+    immense = fragments.filter(f"last - first >= {COMPARED_ENTRIES_MAX}")
+    found = immense.select(
+        F.explode("bookies").alias("bookieId"), QUALIFIED_NAME, F.col("first").alias("entryId"),
+        F.lit(Problem.NOT_COMPARED.value).alias("problem"),
+        F.lit(f"metadata promises more than {COMPARED_ENTRIES_MAX:,} entries from here on: none was looked for")
+        .alias("detail"),
+    )  # fmt: skip
+    return found.filter(F.col("bookieId").isin([bookie.bookie_id for bookie in bookies]))
 
 
 def _decided(looked: Frame) -> Frame:

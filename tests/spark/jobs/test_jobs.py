@@ -332,6 +332,20 @@ def test_missing_bookies_and_indexes_are_not_findings(engine: Engine, files: Fil
     assert f"their files are not given: {files.bookies[2]} ({len(files.written)} ledgers)" in answer.err
 
 
+def test_a_number_in_metadata_that_no_files_can_hold_is_one_finding_a_bookie(
+    engine: Engine, files: Files, tmp_path: Path
+) -> None:
+    files = copied(files, tmp_path)
+    written = of_type(files, DigestType.CRC32, 0)
+    with open_cluster(files.uri) as cluster:
+        found = cluster.ledgers.read(written.ledger)
+        cluster.ledgers.write(written.ledger, found.metadata._replace(last_entry_id=2**62), found.version)
+    rows = engine.rows(files.uri, "integrity", files.directory, code=3)
+    named = {written.ledger.qualified_name: "notCompared"}
+    assert {row["ledgerQualifiedName"]: row["problem"] for row in rows} == named
+    assert {row["bookieId"] for row in rows} == set(found.metadata.ensembles[-1].bookies)
+
+
 def test_intact_count_is_unknown_where_a_holder_is_not_given(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     written = of_type(files, DigestType.CRC32, 0)
