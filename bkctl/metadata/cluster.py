@@ -6,8 +6,8 @@ Source: ZKRegistrationManager, ZKRegistrationClient, ZkLayoutManager, AbstractZk
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, Unsupported, UsageError
@@ -269,20 +269,26 @@ class Cluster(Closing):
         self.bookies = Registration(store, self.places)
         #: True if `open_cluster` created the cluster.
         self.created = False
+        self._ledgers: LedgerManager | None = None
+        self._lock = threading.Lock()
 
     @property
     def identity(self) -> str:
         """The store's URI in the one spelling of `MetadataUri.identity`."""
         return self.location.identity(getattr(self.store, "root", None))
 
-    @cached_property
+    @property
     def ledgers(self) -> LedgerManager:
         """The ledger manager of the LAYOUT, which is read on first use.
 
         Raises NotFound without a cluster, UsageError when the URI names another type than LAYOUT, Unsupported for the
         LAYOUT of an unknown manager.
         """
-        return self.ledger_manager(self.layout())
+        # Not a cached_property: Python 3.11's has one lock for all clusters, held while a slow store answers.
+        with self._lock:
+            if self._ledgers is None:
+                self._ledgers = self.ledger_manager(self.layout())
+            return self._ledgers
 
     def ledger_manager(self, layout: LedgerLayout) -> LedgerManager:
         """Return a ledger manager of this layout on the store. Raises UsageError and Unsupported as `ledgers`."""
