@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 from support.command_line import CommandLine
 from support.own_cluster import OwnCluster
-from support.servers import SORTED, JavaOnPulsar, ZooKeeperServer, conversation
+from support.servers import SORTED, JavaOnPulsar, ZooKeeperServer, conversation, wait_for
 
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.pulsar_nodes import PulsarNodes
 
 Ask = Callable[..., dict[str, Any]]
 ORDERS = "persistent://public/default/orders"
@@ -63,6 +64,9 @@ def pulsar(request: pytest.FixtureRequest, zookeeper: ZooKeeperServer, tmp_path:
         offloaded.mkdir()
 
         def start() -> Ask:
+            # While a dead broker's session lasts, others send its topics' clients to it.
+            brokers = PulsarNodes(cluster.store, None)
+            wait_for(lambda: brokers.brokers_since_ms() is None, "the end of a dead broker's session")
             store = f"zk:{zookeeper.connect_string}{chroot}"
             return stack.enter_context(
                 conversation(java, "org.apache.pulsar.broker.PulsarBroker", store, uri, *request.param, offloaded)
