@@ -208,10 +208,10 @@ def integrity(
     Compares the files with the metadata, which says which bookie has which entry, and checks every digest. An entry is
     present if a bookie that starts on these files serves it: by its index from an entry log, or by a replay of the
     journal. Other entries are rows: missing, damaged, notIndexed or misplaced. So are files that are unreadable behind
-    some byte, and fragments of more than 2^30 entries (notCompared). INTACT: the bookies that still serve the entry, OF its write quorum (0: lost; -: unknown, since a bookie
-    that should have the entry was not checked). Exit code 3: there are findings. Bookies whose files are not given are
-    not checked. --by ledger, bookie and log show ranges of entries with the same problem and INTACT: of all bookies, of
-    one, or of one file (entry log or journal).
+    some byte, and fragments of more than 2^30 entries (notCompared). INTACT: the bookies that still serve the entry, OF
+    its write quorum (0: lost; -: unknown, since a bookie that should have the entry was not checked). Exit code 3:
+    there are findings. Bookies whose files are not given are not checked. --by ledger, bookie and log show ranges of
+    entries with the same problem and INTACT: of all bookies, of one, or of one file (entry log or journal).
 
     $ bkctl pipeline integrity
     """
