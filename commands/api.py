@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
-from bkctl.http import load_console, load_server
-from bkctl.metadata.store import TLS_REFRESH_S
 
 from .bookie.server import BookieServerOption, server
 from .kit.columns import PlainRow, fields
@@ -75,6 +73,9 @@ def serve(
 
     $ bkctl api serve --port 8080
     """
+    from bkctl.http import load_server
+    from bkctl.metadata.store import TLS_REFRESH_S
+
     load_server()
     from bkctl.http.server_settings import HttpSettings, read_token, tls_context
 
@@ -107,7 +108,9 @@ def _serve(
     *, link_key: str | None = None,
 ) -> None:  # fmt: skip
     """Serve until a signal; call `serving` with the URL, the metadata URI and the file of a token that was made."""
+    from bkctl.http import load_server
     from bkctl.http.server_settings import read_token
+    from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.tasks import ended_by_signals
 
     http, connection = load_server(), run.access.connection()
@@ -302,6 +305,8 @@ def console(
     $ bkctl console --port 8090
     """
     import secrets
+
+    from bkctl.http import load_console
 
     load_console()
     from bkctl.http.server_settings import HttpSettings

@@ -7,25 +7,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
-from bkctl.bookie.cookies import bookie_id_of
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
-from bkctl.config import BookieConfig
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
-from bkctl.metadata.admin.auto_recovery import (
-    MarkFilter,
-    auto_recovery_of,
-    check_in_ensembles,
-    list_marks,
-    list_votes,
-    list_work,
-    mark_ledgers,
-    recovery_status,
-    reset_clocks,
-    stored_marks,
-    unmark_ledgers,
-)
-from bkctl.metadata.store import TLS_REFRESH_S
-from bkctl.metadata.underreplication import AuditorCheck
 
 from .kit.columns import COUNT_COLUMNS, PlainRow, fields
 from .kit.command import Run, command, group, object_of, rows_of
@@ -36,6 +19,8 @@ from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration, tap
 
 if TYPE_CHECKING:
+    from bkctl.metadata.underreplication import AuditorCheck
+
     pass
 
 app = group()
@@ -71,8 +56,12 @@ def run_auto_recovery(
     """
     import socket
 
+    from bkctl.bookie.cookies import bookie_id_of
     from bkctl.bookie.network import client_tls_context
+    from bkctl.config import BookieConfig
     from bkctl.daemon import recovery_server
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
+    from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.replication.daemon import AutoRecovery, serve
 
     if scopes_only and scope_0_only:
@@ -120,6 +109,8 @@ def status(run: Run, watch: WatchOption) -> None:
 
     $ bkctl autorecovery status
     """
+    from bkctl.metadata.admin.auto_recovery import recovery_status
+
     problems: list[BkctlError] = []
     run.out.watch(watch, partial(recovery_status, run.cluster, problems), STATUS_COLUMNS, single=True)
     run.out.raise_first(problems[:1])
@@ -133,6 +124,8 @@ SWITCH_COLUMNS = Columns(
 
 
 def _switch(run: Run, enabled: bool) -> None:
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
+
     with run.recorded() as recorded:
         state = auto_recovery_of(recorded)
         try:
@@ -215,6 +208,7 @@ def list_marked(
     $ bkctl autorecovery list
     """
     from bkctl.client.ledger_survey import why_not_replicated
+    from bkctl.metadata.admin.auto_recovery import MarkFilter, list_marks
 
     problems: list[BkctlError] = []
     chosen = MarkFilter(missing or (), not_missing or (), older_than)
@@ -242,6 +236,8 @@ def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
 
     $ bkctl autorecovery workers
     """
+    from bkctl.metadata.admin.auto_recovery import list_work
+
     run.out.watch(watch, partial(list_work, run.cluster, scope), LOCK_COLUMNS)
 
 
@@ -268,6 +264,8 @@ def mark(
 
     $ bkctl autorecovery mark 12 --missing 10.0.0.1:3181
     """
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of, check_in_ensembles, mark_ledgers
+
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
 
@@ -288,6 +286,8 @@ def unmark(run: Run, ledgers: LedgersOrFile) -> None:
 
     $ bkctl autorecovery unmark 12 --yes
     """
+    from bkctl.metadata.admin.auto_recovery import stored_marks, unmark_ledgers
+
     marks = stored_marks(run.cluster, ledgers)
     run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
     if marks and not run.dry_run:
@@ -317,6 +317,8 @@ def auditor(run: Run, all_votes: Annotated[bool, flag("--all", "Show candidates 
 
     $ bkctl autorecovery auditor
     """
+    from bkctl.metadata.admin.auto_recovery import list_votes
+
     problems: list[BkctlError] = []
     votes = list_votes(run.cluster, problems, every=all_votes)
     if not votes and not problems:
@@ -339,6 +341,8 @@ CLOCK_COLUMNS = Columns(
 
 def _checks(texts: str) -> dict[str, AuditorCheck]:
     """Return the checks that `texts` names, by these names."""
+    from bkctl.metadata.underreplication import AuditorCheck
+
     try:
         return {name: AuditorCheck[CHECKS[name]] for name in map(str.strip, texts.split(","))}
     except KeyError:
@@ -362,6 +366,8 @@ def audit(
 
     $ bkctl autorecovery audit
     """
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of, reset_clocks
+
     checks = {} if reset_clock is None else _checks(reset_clock)
     if not checks:
         run.out.show(auto_recovery_of(run.cluster).trigger_audit(dry_run=run.dry_run), AUDITED_COLUMNS)
@@ -389,6 +395,8 @@ def delay(
 
     $ bkctl autorecovery delay
     """
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
+
     state = auto_recovery_of(run.cluster)
     if seconds is None:
         stored = state.settings.lost_bookie_recovery_delay_s()

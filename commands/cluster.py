@@ -11,21 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
-from bkctl.http.server_url import bookie_url
-from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
-from bkctl.metadata.admin.health import (
-    HealthCheckSwitch,
-    HealthFinding,
-    HealthMutes,
-    health_findings,
-    unknown_bookie_findings,
-)
 from bkctl.metadata.admin.health_codes import HealthCode
-from bkctl.metadata.admin.nuke import nuke, plan_nuke
-from bkctl.metadata.admin.overview import cluster_info, count_ledgers_of_bookies
-from bkctl.metadata.cluster import Cluster, RegisteredBookie, init_cluster, new_layout
-from bkctl.metadata.underreplication import AuditorElection, LedgerMarks
-from bkctl.metadata.uri import parse_uri
 
 from .kit.audit import user_name
 from .kit.columns import Output, PlainRow, fields
@@ -40,6 +26,8 @@ if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
     from bkctl.http.bookie_client import BookieApi
     from bkctl.http.bookie_load import BookieVitals
+    from bkctl.metadata.admin.health import HealthFinding
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 app = group()
 health_app = group("Show what is wrong with the cluster, and mute findings.", default="show")
@@ -74,6 +62,8 @@ def info(run: Run) -> None:
 
     $ bkctl cluster info
     """
+    from bkctl.metadata.admin.overview import cluster_info
+
     run.out.show(cluster_info(run.cluster), INFO_COLUMNS)
 
 
@@ -149,6 +139,8 @@ def status(
     $ bkctl cluster status
     """
     from bkctl.client.disk_space import BookieSpace, member_space
+    from bkctl.metadata.admin.overview import count_ledgers_of_bookies
+    from bkctl.metadata.cluster import RegisteredBookie
 
     run.cluster.layout()
     members, counts = run.cluster.bookies.list(), None
@@ -222,6 +214,8 @@ def find_all(run: Run, look: Look) -> list[HealthFinding]:
     from bkctl.client.disk_space import disk_findings
     from bkctl.client.ledger_survey import LedgerSurvey, published_survey, rack_findings, survey_ledgers
     from bkctl.http.bookie_load import full_bookies, vitals_findings, without_moved
+    from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
+    from bkctl.metadata.underreplication import LedgerMarks
 
     from .bookies.members import find_placement
 
@@ -273,6 +267,7 @@ def find_all(run: Run, look: Look) -> list[HealthFinding]:
 def metrics_api(run: Run, bookie: RegisteredBookie) -> BookieApi:
     """Return the HTTP server of a bookie, which has Access.metrics_wait_s to answer."""
     from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
 
     return BookieApi(run.access.metrics_client(bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
 
@@ -297,6 +292,8 @@ def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
     $ bkctl cluster health show
     $ bkctl cluster health show --watch
     """
+    from bkctl.metadata.underreplication import AuditorElection
+
     find = partial(_find_open, run, look)
     if watch is not None:
         run.out.watch(watch, lambda: find()[0], HEALTH_COLUMNS, key=attrgetter("code", "subject"))
@@ -329,6 +326,8 @@ def _panel(finding: HealthFinding, *, color: bool) -> str:
 
 def _find_open(run: Run, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
     """Return the findings, and those that are muted."""
+    from bkctl.metadata.admin.health import HealthMutes
+
     found = find_all(run, look)
     codes = {mute.code for mute in HealthMutes(run.cluster).active()}
     return [each for each in found if each.code not in codes], [each for each in found if each.code in codes]
@@ -370,6 +369,9 @@ def health_detail(run: Run, look: HealthLook) -> None:
 
     $ bkctl cluster health detail
     """
+    from bkctl.metadata.admin.health import HealthMutes
+    from bkctl.metadata.underreplication import AuditorElection
+
     with run.job.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(run.cluster).active()}
         found = find_all(run, look)
@@ -411,6 +413,8 @@ def mute_health(
 
     $ bkctl cluster health mute bookie-down --for 2h
     """
+    from bkctl.metadata.admin.health import HealthMutes
+
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
     with run.recorded() as recorded:
@@ -423,6 +427,8 @@ def unmute_health(run: Run, code: Code) -> None:
 
     $ bkctl cluster health unmute bookie-down
     """
+    from bkctl.metadata.admin.health import HealthMutes
+
     with run.recorded() as recorded:
         run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
@@ -433,6 +439,8 @@ def list_mutes(run: Run) -> None:
 
     $ bkctl cluster health mutes
     """
+    from bkctl.metadata.admin.health import HealthMutes
+
     run.out.render(HealthMutes(run.cluster).active(), MUTE_COLUMNS)
 
 
@@ -449,6 +457,8 @@ def healthcheck_status(run: Run) -> None:
 
     $ bkctl cluster healthcheck status
     """
+    from bkctl.metadata.admin.health import HealthCheckSwitch
+
     run.out.show(PlainRow(enabled=HealthCheckSwitch(run.cluster).is_enabled(), changed=None), CHECK_COLUMNS)
 
 
@@ -471,6 +481,8 @@ def healthcheck_disable(run: Run) -> None:
 
 
 def _switch_healthcheck(run: Run, enabled: bool) -> None:
+    from bkctl.metadata.admin.health import HealthCheckSwitch
+
     with run.recorded() as recorded:
         changed = HealthCheckSwitch(recorded).set(enabled)
     run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
@@ -518,6 +530,9 @@ def init(
 
     $ bkctl cluster init --metadata-uri sqlite:///metadata.db
     """
+    from bkctl.metadata.cluster import init_cluster, new_layout
+    from bkctl.metadata.uri import parse_uri
+
     location = parse_uri(run.access.connection().uri)
     layout = new_layout(location, long_long=long_long_layout)
     if not run.dry_run:
@@ -568,6 +583,9 @@ def nuke_cluster(
     $ bkctl cluster nuke --dry-run
     $ bkctl cluster nuke --backup metadata.ndjson
     """
+    from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
+    from bkctl.metadata.admin.nuke import nuke, plan_nuke
+
     with run.job.working("Counting ledgers"):
         plan = plan_nuke(run.cluster)
     named = yes_really if instance_id is None else instance_id

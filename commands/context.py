@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
-from bkctl.metadata.uri import parse_uri
 
 from .kit.access import context_connection, context_names
 from .kit.columns import PlainRow
@@ -94,6 +93,8 @@ def add(
 
     $ bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use
     """
+    from bkctl.metadata.uri import parse_uri
+
     options = run.access.given_options()
 
     location = parse_uri(run.access.given_connection().uri)

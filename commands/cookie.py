@@ -5,33 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from bkctl.bookie.cookies import (
-    STORE,
-    CookieFinding,
-    bookie_id_of,
-    check_not_registered,
-    configured_cookie,
-    configured_directories,
-    cookie_path,
-    expand,
-    make_directories,
-    read_local,
-    read_stored,
-    remove_cookies,
-    rename,
-    verify,
-    version_file,
-)
 from bkctl.columns import Column, Columns, Kind
-from bkctl.config import BookieConfig
-from bkctl.disk import Files
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
-from bkctl.files.directories import bookie_directories
-from bkctl.formats.metadata import Cookie
-from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import check_bookie_id
-from bkctl.metadata.store import NEW, Versioned, attempt, value_of
-from bkctl.repair.holding import hold
 
 from .kit.columns import PlainRow, fields
 from .kit.command import Access, Run, command, group, object_of, rows_of
@@ -49,7 +25,9 @@ from .kit.records import DirOption
 from .kit.texts import RED, counted
 
 if TYPE_CHECKING:
+    from bkctl.formats.metadata import Cookie
     from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.store import Versioned
 
 app = group()
 
@@ -110,6 +88,8 @@ def list_cookies(run: Run) -> None:
 
 def _stored_row(cluster: Cluster, bookie_id: str) -> PlainRow | None:
     """Return a bookie's cookie in the store, or the problem with it; None without one. Raises Unreachable."""
+    from bkctl.metadata.store import attempt
+
     found = attempt(cluster.cookies.read, bookie_id)
     if isinstance(found, BkctlError):
         return _row(bookie_id, found)
@@ -131,6 +111,8 @@ def show(
     $ bkctl cookie show 10.0.0.1:3181
     $ bkctl cookie show --dir /var/lib/bookkeeper
     """
+    from bkctl.formats.metadata import Cookie
+
     if (bookie is None) == (not dir):
         given = "BOOKIE and --dir are given" if dir else "A bookie id or --dir is needed"
         raise UsageError(given, hint="give one of them")
@@ -155,6 +137,8 @@ def show(
 
 def _stored_node(cluster: Cluster, bookie_id: str) -> Versioned[bytes]:
     """Return the node of a bookie's cookie. Raises NotFound."""
+    from bkctl.bookie.cookies import cookie_path
+
     found = cluster.store.get(cookie_path(bookie_id))
     if found is None:
         raise NotFound(
@@ -165,6 +149,10 @@ def _stored_node(cluster: Cluster, bookie_id: str) -> Versioned[bytes]:
 
 def _version_files(directories: list[Path] | None) -> list[Path]:
     """Return the cookies' files that `--dir` names: as files, or as BookieDirectories.at takes directories."""
+    from bkctl.bookie.cookies import version_file
+    from bkctl.files.directories import bookie_directories
+    from bkctl.formats.names import COOKIE_NAME
+
     found: list[Path] = []
     for directory in directories or ():
         if directory.name == COOKIE_NAME or directory.is_file():
@@ -190,6 +178,8 @@ _RENAME: Final = "such a bookie could not start; 'bkctl cookie rename' changes a
 
 def _cookie_in(path: Path, *bookies: str, hint: str = _RENAME) -> tuple[bytes, Cookie]:
     """Return bytes of a cookie file, and the cookie. Raises UsageError if it is of none of the bookies."""
+    from bkctl.formats.metadata import Cookie
+
     data = _read(path)
     cookie = Cookie.parse(data, str(path))
     if cookie.bookie_id not in bookies:
@@ -205,6 +195,9 @@ def create(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
 
     $ bkctl cookie create 10.0.0.1:3181 cookie --dry-run
     """
+    from bkctl.bookie.cookies import cookie_path
+    from bkctl.metadata.store import NEW
+
     data, cookie = _cookie_in(file, bookie)
     version: int | None = None
     path = cookie_path(bookie)
@@ -232,6 +225,9 @@ def update(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
 
     $ bkctl cookie update 10.0.0.1:3181 cookie --dry-run
     """
+    from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
+    from bkctl.formats.metadata import Cookie
+
     data, cookie = _cookie_in(file, bookie)
     path = cookie_path(bookie)
     found = run.cluster.store.get(path)
@@ -261,6 +257,11 @@ def delete(run: Run, bookies: Annotated[list[str], word("BOOKIE", "The bookies."
 
     $ bkctl cookie delete 10.0.0.1:3181 --dry-run
     """
+    from bkctl.bookie.cookies import check_not_registered, remove_cookies
+    from bkctl.formats.metadata import Cookie
+    from bkctl.metadata.store import attempt
+    from bkctl.repair.holding import hold
+
     nodes = {bookie: _stored_node(run.cluster, bookie) for bookie in bookies}
     check_not_registered(run.cluster, bookies)
     with run.job.working("Looking at the ledgers"):
@@ -336,6 +337,10 @@ def generate(
 
     $ bkctl cookie generate --conf bk_server.conf --file cookie
     """
+    from bkctl.bookie.cookies import bookie_id_of
+    from bkctl.config import BookieConfig
+    from bkctl.formats.metadata import Cookie
+
     config = BookieConfig() if run.access.conf is None else run.access.config()
     if run.access.conf is None and (bookie is None or journals is None or ledgers is None):
         raise UsageError("A cookie needs the bookie, --journal-dirs and --ledger-dirs", hint="or --conf bk_server.conf")
@@ -368,6 +373,10 @@ def expand_cookies(run: Run) -> None:
 
     $ bkctl cookie expand --conf bk_server.conf --dry-run
     """
+    from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand, make_directories
+    from bkctl.disk import Files
+    from bkctl.repair.holding import hold
+
     config = run.access.config()
     bookie_id = bookie_id_of(config)
     new = expand(config, bookie_id, run.cluster, Files(), undo=None)
@@ -406,6 +415,10 @@ def rename_bookie(
 
     $ bkctl cookie rename 10.0.0.1:3181 10.0.0.2:3181 --dry-run
     """
+    from bkctl.bookie.cookies import STORE, rename
+    from bkctl.disk import Files
+    from bkctl.repair.holding import hold
+
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")
     directories = _directories(run.access, dir)
@@ -441,6 +454,9 @@ def verify_cookies(run: Run, bookie: BookieOrConf = None, dir: DirOption = None)
 
     $ bkctl cookie verify --conf bk_server.conf
     """
+    from bkctl.bookie.cookies import bookie_id_of, configured_cookie, read_local, read_stored, verify
+    from bkctl.metadata.store import value_of
+
     config = run.access.config() if run.access.conf is not None else None
     directories = _directories(run.access, dir)
     if bookie is None:
@@ -465,5 +481,7 @@ def verify_cookies(run: Run, bookie: BookieOrConf = None, dir: DirOption = None)
 
 def _directories(access: Access, given: list[Path] | None) -> list[str]:
     """Return the directories of --dir, else of --conf, else none."""
+    from bkctl.bookie.cookies import configured_directories
+
     directories = [str(each.parent.parent) for each in _version_files(given)]
     return directories or ([] if access.conf is None else configured_directories(access.config()))

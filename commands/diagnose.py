@@ -10,7 +10,6 @@ from bkctl import __version__
 from bkctl.columns import Column, Columns, Kind
 from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists
-from bkctl.metadata.admin.overview import cluster_info
 
 from .cluster import Look, find_all, metrics_api
 from .kit.columns import object_of
@@ -49,6 +48,7 @@ def bundle(
     import tarfile
 
     from bkctl.http.bundle import Bundle, add_cluster
+    from bkctl.metadata.admin.overview import cluster_info
 
     if file.exists():
         raise AlreadyExists(f"{file} exists", hint="choose another file")

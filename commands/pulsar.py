@@ -14,8 +14,6 @@ from uuid import UUID
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound
 from bkctl.ids import LedgerId
-from bkctl.metadata.pulsar_nodes import schema_ledgers
-from bkctl.metadata.pulsar_topics import TopicFilter
 
 from .kit.columns import object_of, rows_of
 from .kit.command import Run, command, group
@@ -210,6 +208,9 @@ def show_topic(
 
     $ bkctl pulsar topic persistent://public/default/orders
     """
+    from bkctl.metadata.pulsar_nodes import schema_ledgers
+    from bkctl.metadata.pulsar_topics import TopicFilter
+
     name = TopicFilter.parse(topic).managed_ledger
     with _inventory(run, root, quick=quick) as inventory:
         found = inventory.look_up(name)

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bkctl.bookie.cookies import bookie_id_of
-from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, UsageError
 from bkctl.redaction import is_secret_name
 from bkctl.rocksdb_conf import PREFIX, update_from_env
@@ -142,6 +140,9 @@ def _instance_id(conf: str) -> str:
 
 
 def _bookie_id(conf: str) -> str:
+    from bkctl.bookie.cookies import bookie_id_of
+    from bkctl.config import BookieConfig
+
     return bookie_id_of(BookieConfig.load(conf))
 
 

@@ -10,13 +10,9 @@ from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any
 
-from bkctl.checks.findings import as_damage
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of
 from bkctl.ids import LedgerId
-from bkctl.metadata.liveness import StoredLedgers
-from bkctl.model import LedgerLiveness
 
 from ..kit.columns import PlainRow, fields, with_hex
 from ..kit.command import Run, command, group, object_of, rows_of, union
@@ -29,6 +25,7 @@ from ..kit.texts import counted, size_text, words
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
     from bkctl.checks.findings import Counts, FindDeleted
+    from bkctl.files.directories import BookieDirectories, BookieFile
     from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
@@ -138,6 +135,8 @@ def _file_row(file: BookieFile, errors: list[BkctlError]) -> PlainRow:
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
+    from bkctl.files.directories import FileKind
+
     known = {name: each for each in FileKind for name in (each.value.lower(), words(each.value))}
     chosen = set()
     for text in texts:
@@ -232,6 +231,8 @@ def _location(entry_id: int, index: LedgerIndex) -> list[EntryLocation]:
 def _metas(
     indexes: BookieIndexes, ledgers: list[LedgerId], errors: list[BkctlError], *, named: bool
 ) -> Iterator[PlainRow]:
+    from bkctl.checks.findings import as_damage
+
     for ledger in ledgers:
         try:
             found = indexes.open(ledger) if named else indexes.find(ledger)
@@ -398,6 +399,9 @@ def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
 
     Where none is named, none answers, or it is another one, no ledger counts as deleted, and the reason is printed.
     """
+    from bkctl.files.directories import current_of
+    from bkctl.metadata.liveness import StoredLedgers
+    from bkctl.model import LedgerLiveness
 
     def find_deleted(ledgers: Collection[LedgerId]) -> Collection[LedgerId]:
         try:

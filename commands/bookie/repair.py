@@ -11,12 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from bkctl.bookie.cookies import bookie_id_of, check_not_registered, configured_cookie, configured_directories
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.disk import Files
 from bkctl.errors import BkctlError, UsageError
-from bkctl.formats.entry import master_key
-from bkctl.metadata.liveness import StoredLedgers
 
 from ..kit.columns import fields
 from ..kit.command import Run, command, group, object_of, rows_of
@@ -27,6 +23,7 @@ from ..kit.texts import NULL, counted, size_text
 from .files import index_app
 
 if TYPE_CHECKING:
+    from bkctl.metadata.liveness import StoredLedgers
     from bkctl.repair.index_contents import RepairFindings
     from bkctl.repair.layout import BookieLayout
 
@@ -63,6 +60,8 @@ def _layout(run: Run, directories: Sequence[Path] | None) -> BookieLayout:
 @contextmanager
 def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
     """Yield the ledgers of the metadata store; None unless --metadata-uri or --context names one."""
+    from bkctl.metadata.liveness import StoredLedgers
+
     if not run.access.names_metadata:
         yield None
         return
@@ -183,6 +182,7 @@ def regenerate_files(
 
     $ bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run
     """
+    from bkctl.formats.entry import master_key
     from bkctl.repair.regenerate import regenerate
 
     if (which.ledgers is None) != all_ledgers:
@@ -341,7 +341,9 @@ def format_bookie(
 
     $ bkctl bookie format --conf bk_server.conf --dry-run
     """
+    from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
+    from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
     config = run.access.config()
@@ -420,7 +422,9 @@ def init(
 
     $ bkctl bookie init --conf bk_server.conf --check
     """
+    from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
     from bkctl.bookie.format import existing, init, problems_of_init
+    from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
     config = run.access.config()

@@ -10,9 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.config import read_properties
 from bkctl.errors import BkctlError, FindingsError, NotFound, TimedOut, Unreachable, Unsupported, UsageError
-from bkctl.http.server_url import LOOPBACK, WILDCARDS, bookie_url, is_of_this_machine
 
 from ..kit.columns import PlainRow
 from ..kit.command import Run, command, group, object_of
@@ -89,6 +87,7 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
     A call raises BookieUnavailable while the bookie is not registered.
     """
     from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
 
     url = which.url
     if url is None and which.bookie_id is None:
@@ -123,6 +122,9 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 
 def _url_of_conf(run: Run) -> str:
     """Return the HTTP server of the bookie whose configuration --conf is."""
+    from bkctl.config import read_properties
+    from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_of_this_machine
+
     if run.access.conf is None:
         raise UsageError(
             "No bookie is named", hint="add --bookie BOOKIE ('bkctl bookies list' shows them) or --bookie-url URL"

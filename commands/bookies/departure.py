@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import Conflict, UsageError
-from bkctl.http.server_url import bookie_url
 from bkctl.ids import check_bookie_id
-from bkctl.replication.holdings import MovePlan, MoveProgress, StopCheck, StopSets, plan_move
 
 from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
     from bkctl.replication.departure import Decommission, Drain, Step
+    from bkctl.replication.holdings import MovePlan, MoveProgress
 
 app = group()
 
@@ -132,6 +131,7 @@ def _depart(
     Of its texts `left` describes the state that an interrupted one leaves.
     """
     from bkctl.replication.departure import Drain
+    from bkctl.replication.holdings import plan_move
 
     check_bookie_id(bookie)
     with run.job.working("Looking at the ledgers"):
@@ -248,6 +248,7 @@ def _to_go_back(bookie: str) -> str:
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
     """Make the bookie read-only over its HTTP server."""
     from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
 
     name = bookie.bookie_id
     url = bookie_url(bookie, run.access.bookie_host(name))
@@ -313,6 +314,8 @@ def show_stop_risks(
     $ bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good
     $ bkctl bookies ok-to-stop --max -o id
     """
+    from bkctl.replication.holdings import StopCheck
+
     if largest and watch is not None:
         raise UsageError("--max and --watch are given", hint="give one of them")
     names = bookie_ids(bookies or ()) if bookies or not largest else []
@@ -347,6 +350,8 @@ def _show_together(run: Run, names: list[str], replica_count_min: int | None) ->
 
     Raises FindingsError if no name is given, and no bookie may stop.
     """
+    from bkctl.replication.holdings import StopSets
+
     bookies = run.cluster.bookies.list()
     racks = find_racks(run, bookies)
     with run.job.working("Looking at the ledgers"):

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable, UsageError
 from bkctl.ids import check_bookie_id
-from bkctl.metadata.admin.overview import ledgers_of_bookies
-from bkctl.metadata.racks import BookieRack, BookieRacks, Topology, racks_of
-from bkctl.metadata.store import attempt
 
 from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
@@ -24,6 +21,7 @@ if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
     from bkctl.client.placement import Placement
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.racks import BookieRack
 
 app = group()
 
@@ -52,6 +50,8 @@ CHANGE_COLUMNS = Columns(*RACK_COLUMNS.columns[:-1], key="bookieId")
 
 def rack_rows(run: Run, bookies: list[RegisteredBookie]) -> list[PlainRow]:
     """Return the racks in the metadata store and of `bookies`; where --conf names a script, the script's count."""
+    from bkctl.metadata.racks import BookieRacks, Topology, racks_of
+
     stored = BookieRacks(run.cluster).all()
     by_id = {each.bookie_id: each for each in stored}
     shared = racks_of(stored, bookies)
@@ -123,6 +123,8 @@ def set_racks(
 
     $ bkctl bookies racks set 10.0.0.1:3181 --rack /rack1 --dry-run
     """
+    from bkctl.metadata.racks import BookieRacks
+
     names = bookie_ids(bookies)
     registered = {bookie.bookie_id for bookie in run.cluster.bookies.list()}
     with run.recorded() as recorded:
@@ -143,6 +145,8 @@ def unset_racks(run: Run, bookies: ManyBookies) -> None:
 
     $ bkctl bookies racks unset 10.0.0.1:3181 --dry-run
     """
+    from bkctl.metadata.racks import BookieRacks
+
     names = bookie_ids(bookies)
     with run.recorded() as recorded:
         rows = BookieRacks(recorded).unset(names, dry_run=run.dry_run)
@@ -268,6 +272,8 @@ def _endpoint_line(endpoint: dict[str, Any]) -> str:
 
 def _show_row(cluster: Cluster, bookie_id: str) -> PlainRow:
     """Return all that the metadata store knows of a bookie, but for its ledgers. Raises NotFound, Unreachable."""
+    from bkctl.metadata.store import attempt
+
     bookie = cluster.bookies.get(bookie_id)
     if bookie is None:
         raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
@@ -299,6 +305,8 @@ def show(
 
 def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[PlainRow]:
     """Return the row of each bookie, with the numbers of its ledgers if `counts`."""
+    from bkctl.metadata.admin.overview import ledgers_of_bookies
+
     rows = [_show_row(cluster, bookie_id) for bookie_id in bookies]
     ledgers = ledgers_of_bookies(cluster, bookies) if counts else {}
     for row in rows:

@@ -12,17 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut, UsageError
 from bkctl.ids import LedgerId
-from bkctl.replication.holdings import (
-    LedgerMove,
-    MoveOutcome,
-    MovePlan,
-    MoveProgress,
-    PlannedFragment,
-    check_scopes_known,
-    ledgers_on,
-    plan_move,
-)
-from bkctl.replication.resume import ResumeFile
 
 from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
@@ -38,6 +27,8 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.pace import Pace
     from bkctl.replication.fragments import LedgerFragment
+    from bkctl.replication.holdings import LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
+    from bkctl.replication.resume import ResumeFile
 
 app = group()
 
@@ -214,6 +205,8 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
 
 def move_columns(plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
+    from bkctl.replication.holdings import MoveOutcome
+
     return Columns(
         Column("LEDGER".ljust(ledger_width(plan)), "ledger", "ledger", Kind.LEDGER),
         Column("STATE".ljust(len("IN_RECOVERY")), "state", lambda row: row.state and row.state.name),
@@ -229,9 +222,13 @@ def move_columns(plan: MovePlan) -> Columns:
     )  # fmt: skip
 
 
-_PRINTED: Final = rows_of(
-    fragment_columns((), planned=False), fragment_columns((), planned=True), move_columns(MovePlan())
-)
+def _columns_of_any_plan() -> Columns:
+    from bkctl.replication.holdings import MovePlan
+
+    return move_columns(MovePlan())
+
+
+_PRINTED: Final = rows_of(fragment_columns((), planned=False), fragment_columns((), planned=True), _columns_of_any_plan)
 
 
 @command(app, "recover", asks=True, unless="query", undo=True, dry_run=True, prints=_PRINTED)
@@ -297,6 +294,8 @@ class _Recovery:
 
     def plan(self, ids: list[LedgerId] | None) -> MovePlan:
         """Return the ledgers to move, once the user agrees."""
+        from bkctl.replication.holdings import check_scopes_known, plan_move
+
         names, cluster = self._names, self._run.cluster
         with self._run.job.working("Looking at the ledgers"):
             plan = plan_move(cluster, names, ids)
@@ -319,6 +318,8 @@ class _Recovery:
 
     def run(self, plan: MovePlan, resume: Path | None, deadline_s: float | None) -> None:
         """Move the ledgers, and report what became of them."""
+        from bkctl.replication.resume import ResumeFile
+
         run, instance_id = self._run, self._run.cluster.instance_id()
         file = nullcontext() if resume is None else ResumeFile(resume, instance_id=instance_id, bookies=self._names)
         with (
@@ -340,6 +341,7 @@ class _Recovery:
         self, cluster: Cluster, plan: MovePlan, done: ResumeFile | None, activity: Activity, writer: RowWriter
     ) -> None:
         from bkctl.replication.bookie_mover import BookieMover
+        from bkctl.replication.holdings import MoveOutcome
 
         run, outcomes = self._run, self._outcomes
         async with run.access.bookkeeper(cluster) as bookkeeper:
@@ -368,6 +370,8 @@ class _Recovery:
 
     def _report(self, plan: MovePlan) -> None:
         """Report the ledgers that were not moved, and the cookies that stay, as findings."""
+        from bkctl.replication.holdings import MoveOutcome
+
         out, kept = self._run.out, self._kept_count
         out.error(*(f"Ledger {ledger} was skipped: {problem}" for ledger, problem in plan.damaged.items()))
         unrecoverable = self._outcomes[MoveOutcome.UNRECOVERABLE] - len(self._skipped)
@@ -388,6 +392,8 @@ class _Recovery:
 
 
 def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> None:
+    from bkctl.replication.holdings import ledgers_on
+
     count = damaged = 0
 
     def rows() -> Iterator[PlainRow]:
@@ -412,6 +418,7 @@ def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> No
 
 def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool) -> None:
     from bkctl.replication.bookie_mover import BookieMover
+    from bkctl.replication.holdings import MoveOutcome, PlannedFragment
 
     count = problem_count = 0
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.disk import FILE_MODE, atomic_write
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
 
@@ -253,6 +252,8 @@ def _extracted_columns(digest_type: DigestType | None) -> Columns:
 @contextmanager
 def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
     """Yield a function that writes bytes to `file`, which appears whole or not at all; `-` is stdout."""
+    from bkctl.disk import FILE_MODE, atomic_write
+
     if str(file) == "-":
         yield run.out.raw
         return

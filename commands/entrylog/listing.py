@@ -10,14 +10,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from bkctl.checks.garbage import LogUse, Thresholds, log_uses
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.files.directories import BookieDirectories
-from bkctl.files.entry_log import EntryLogReader
-from bkctl.files.listing import EntryLogSummary, entry_log_summaries, log_contents
-from bkctl.formats.entry_log import content_id_of, log_id_of
-from bkctl.metadata.liveness import Liveness, check_instance
 from bkctl.model import LedgerLiveness
 
 from ..kit.columns import Output, PlainRow, RowOrder, fields, with_hex
@@ -40,9 +34,10 @@ from ..kit.values import tap
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bkctl.checks.garbage import LogUse
+    from bkctl.checks.garbage import LogUse, Thresholds
     from bkctl.checks.log_check import LogCheck
-    from bkctl.files.listing import RecordFilter
+    from bkctl.files.directories import BookieDirectories
+    from bkctl.files.listing import EntryLogSummary, RecordFilter
     from bkctl.files.scan import RecordBatch
     from bkctl.metadata.liveness import Liveness
 
@@ -83,6 +78,8 @@ def is_scoped(path: Path) -> bool:
 
 def log_key(path: Path) -> str:
     """Return the name that a LOG argument accepts: a decimal id, `scoped/5`, else the path."""
+    from bkctl.formats.entry_log import log_id_of
+
     log_id = log_id_of(path.name)
     if log_id is None:
         return str(path)
@@ -106,6 +103,8 @@ def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None)
 
 
 def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
+    from bkctl.files.directories import BookieDirectories
+
     if name and Path(name).is_dir():
         return [file.path for file in BookieDirectories.at(name).of_a_bookie().entry_logs()]
     return [given.resolve_entry_log(name)]
@@ -123,6 +122,8 @@ def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | N
 @contextmanager
 def open_liveness(run: Run, paths: list[Path]) -> Iterator[Liveness]:
     """Yield the state of the cluster's ledgers; problems with reading it become errors of the run at the end."""
+    from bkctl.metadata.liveness import Liveness, check_instance
+
     check_instance(run.cluster, paths)
     liveness = Liveness(run.cluster.ledgers)
     yield liveness
@@ -165,6 +166,9 @@ def list_logs(
     $ bkctl entrylog list --conf bk_server.conf
     $ bkctl entrylog list --conf bk_server.conf --sort size
     """
+    from bkctl.checks.garbage import log_uses
+    from bkctl.files.listing import entry_log_summaries
+
     order = log_order(run, sort)
     given = run.access.directories(directories)
     summaries = collect_errors(entry_log_summaries(given), run.errors)
@@ -211,6 +215,10 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
 
 def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[PlainRow]:
     """Yield the ledgers' shares of each log; errors of logs go to `errors`."""
+    from bkctl.files.entry_log import EntryLogReader
+    from bkctl.files.listing import log_contents
+    from bkctl.formats.entry_log import content_id_of
+
     for path in paths:
         try:
             with EntryLogReader.open(path) as reader:
@@ -243,11 +251,15 @@ def read(run: Run, records: Records, names: LogNames = None, directories: DirOpt
 
 
 def _files(paths: list[Path], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[RecordBatch]]]:
+    from bkctl.formats.entry_log import content_id_of
+
     for path in paths:
         yield path, content_id_of(path.name), _records(path, chosen)
 
 
 def _records(path: Path, chosen: RecordFilter) -> Iterator[RecordBatch]:
+    from bkctl.files.entry_log import EntryLogReader
+
     try:
         reader = EntryLogReader.open(path)
     except NotFound:
@@ -395,6 +407,8 @@ def active(
 
     $ bkctl entrylog active --conf bk_server.conf --state dead
     """
+    from bkctl.checks.garbage import log_uses
+
     paths = find_all_logs(run, names, directories, every)
     wanted = set(states or LedgerLiveness)
     with open_liveness(run, paths) as liveness, run.job.working("Reading entry logs"):
@@ -482,6 +496,8 @@ def garbage(
 
     $ bkctl entrylog garbage --conf bk_server.conf
     """
+    from bkctl.checks.garbage import log_uses
+
     order = log_order(run, sort)
     paths = find_all_logs(run, names, directories, every)
     limits = thresholds_of(run, thresholds)
@@ -513,6 +529,8 @@ _USE_KEYS: dict[LogOrder, Callable[[PlainRow], float]] = {
 
 def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresholds:
     """Return the thresholds given as options, else the thresholds of --conf, else Apache's defaults."""
+    from bkctl.checks.garbage import Thresholds
+
     minor, major = given
     usual = Thresholds()
     if run.access.conf is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists, BkctlError, FindingsError, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
@@ -121,6 +120,7 @@ def _report(run: Run, errors: list[BkctlError], row: Removal) -> None:
 
 def _export(run: Run, ledgers: list[LedgerId], target: Path) -> None:
     """Export the ledgers' metadata to a new file `target`, or one in that directory; it appears once it is complete."""
+    from bkctl.disk import atomic_write
     from bkctl.metadata.admin.dump.sources import ClusterSource, write_export
 
     if target.is_dir():

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, base64_text, value_at
 from bkctl.errors import UsageError
-from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata import ledger_columns
 from bkctl.metadata.ledger_columns import APPLICATION_COLUMNS, LedgerRow, ledger_rows
@@ -236,6 +235,8 @@ def _first_ledger(after: str | None, scope_id: int | None) -> LedgerId | None:
 
 
 def parse_states(texts: list[str] | None, flag: str) -> frozenset[str]:
+    from bkctl.formats.metadata import LedgerState
+
     names = {text: text.upper().replace("-", "_") for text in texts or ()}
     for text, name in names.items():
         if name not in LedgerState.__members__:

@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
-from bkctl.formats.metadata import LedgerMetadata
-from bkctl.metadata.admin.overview import Node, subtree_totals, walk
-from bkctl.metadata.admin.undo import LacksEntries, list_undo_files, undo
-from bkctl.metadata.ledgers import VersionedMetadata
 
 from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
@@ -25,7 +21,10 @@ from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
 
 if TYPE_CHECKING:
+    from bkctl.formats.metadata import LedgerMetadata
     from bkctl.ids import LedgerId
+    from bkctl.metadata.admin.overview import Node
+    from bkctl.metadata.admin.undo import LacksEntries
 
 app = group()
 
@@ -97,6 +96,8 @@ def get(
 
 
 def _holds_password(value: bytes) -> bool:
+    from bkctl.formats.metadata import LedgerMetadata
+
     if not value.startswith(b"BookieMetadataFormatVersion"):
         return False
     try:
@@ -157,6 +158,8 @@ def tree(
     $ bkctl metadata tree --totals --depth 1
     $ bkctl metadata tree cookies --contains 10.0.0.1
     """
+    from bkctl.metadata.admin.overview import subtree_totals, walk
+
     filters = match is not None or contains is not None
     if totals and filters:
         raise UsageError("--totals counts all nodes", hint="drop --match and --contains")
@@ -249,6 +252,8 @@ def undo_command(
     $ bkctl metadata undo --list
     $ bkctl metadata undo --last --dry-run
     """
+    from bkctl.metadata.admin.undo import list_undo_files, undo
+
     given = [name for name, is_given in (("FILE", file), ("--last", last), ("--list", list_files)) if is_given]
     if not given:
         raise UsageError("FILE, --last or --list is needed", hint="give one of them; --list shows the files")
@@ -286,6 +291,7 @@ def undo_command(
 
 def _asking_bookies(run: Run) -> LacksEntries:
     """Return a function that asks registered bookies for the entries of a ledger whose ensembles are to be restored."""
+    from bkctl.metadata.ledgers import VersionedMetadata
 
     def lacks_entries(ledger: LedgerId, before: LedgerMetadata, after: LedgerMetadata) -> bool:
         from bkctl.replication.checker import LedgerChecker
@@ -307,6 +313,8 @@ def _asking_bookies(run: Run) -> LacksEntries:
 
 def _last_undo_file(run: Run) -> Path:
     """Return the newest undo file of `cluster` that has changes. Raises NotFound."""
+    from bkctl.metadata.admin.undo import list_undo_files
+
     files = reversed(list_undo_files(run.consent.undo_directory))
     last = next((each for each in files if each.change_count and each.is_of(run.cluster)), None)
     if last is None:

@@ -13,24 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
-from bkctl.formats.metadata import LedgerLayout
 from bkctl.ids import LedgerId, check_bookie_id, random_u64
-from bkctl.metadata.admin.check import check_metadata, orphans, remove_orphans
-from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan, import_records, prepare_target
-from bkctl.metadata.admin.dump.sources import (
-    ClusterSource,
-    DumpHeader,
-    DumpSource,
-    ExportFile,
-    compare,
-    compare_headers,
-    export_to_file,
-    open_source,
-    write_export,
-)
-from bkctl.metadata.admin.ledger_changes import replace_bookie
-from bkctl.metadata.admin.overview import scope_counts
-from bkctl.metadata.uri import parse_uri
 from bkctl.pace import Pace
 
 from ..kit.access import LoginOfTarget
@@ -43,6 +26,8 @@ from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..kit.values import tap
 
 if TYPE_CHECKING:
+    from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
+    from bkctl.metadata.admin.dump.sources import ClusterSource, DumpHeader, DumpSource
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
 
@@ -76,6 +61,8 @@ def export(
 
     $ bkctl metadata export -f cluster.ndjson
     """
+    from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file, write_export
+
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
     with run.job.working("Exporting", unit="records", pace=pace) as activity:
@@ -116,6 +103,8 @@ def show_imported(run: Run, imported: ImportSummary) -> None:
 
 def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
     """Say that the target has another ledger manager than the source."""
+    from bkctl.formats.metadata import LedgerLayout
+
     if header.layout is None:
         return
     names = [each.factory_class.rpartition(".")[2] for each in (LedgerLayout.parse(header.layout), plan.layout)]
@@ -140,6 +129,10 @@ def import_(
 
     $ bkctl metadata import cluster.ndjson --dry-run
     """
+    from bkctl.metadata.admin.dump.importing import ImportSummary, prepare_target
+    from bkctl.metadata.admin.dump.sources import ExportFile
+    from bkctl.metadata.uri import parse_uri
+
     with _import_file(path) as kept, ExportFile(kept) as source:
         with run.job.working("Checking the export", unit="records") as activity:
             counts = source.check(activity.update)
@@ -177,6 +170,8 @@ def _fill(
     **how: bool,
 ) -> ImportSummary:  # fmt: skip
     """Import the records of `source`: `total`, if that is known."""
+    from bkctl.metadata.admin.dump.importing import import_records
+
     left = "written metadata stays: run the command again to continue"
     with recorded as target, run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity:
         return import_records(source.records(), target, pace=pace, progress=activity.update, **how)
@@ -222,6 +217,8 @@ def diff(
 
     $ bkctl metadata diff cluster.ndjson
     """
+    from bkctl.metadata.admin.dump.sources import compare, compare_headers
+
     left, right = _open(run, first), _open(run, second)
     if left.header.instance_id != right.header.instance_id:
         run.out.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
@@ -236,6 +233,8 @@ def diff(
 
 def _open(run: Run, text: str | None) -> DumpSource:
     """Return the store or export that `text` names (None: the connection's cluster), open until the command ends."""
+    from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
+
     if text is None:
         return ClusterSource(run.cluster)
     source, cluster = open_source(text, run.access.open_other_cluster)
@@ -270,6 +269,9 @@ def migrate(
 
     $ bkctl metadata migrate --to sqlite:///metadata.db --dry-run
     """
+    from bkctl.metadata.admin.dump.importing import prepare_target
+    from bkctl.metadata.admin.dump.sources import ClusterSource
+
     if to is None:
         raise UsageError("No target is named", hint="add --to URI")
     source = ClusterSource(run.cluster)
@@ -302,6 +304,8 @@ def migrate(
 
 def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pace: Pace) -> int:
     """Compare both stores and print the first differences; return the number of all."""
+    from bkctl.metadata.admin.dump.sources import compare
+
     count = 0
     with run.job.working("Comparing", unit="records", pace=pace) as activity:
         for difference in compare(source.records(), target.records(), progress=activity.step):
@@ -322,6 +326,8 @@ def _refuse_registered(live: bool, *clusters: Cluster) -> None:
 
 
 def _show_planned(run: Run, source: ClusterSource) -> None:
+    from bkctl.metadata.admin.dump.importing import ImportSummary
+
     with run.job.working("Counting"):
         counts = Counter(record.kind for record in source.records())
     show_imported(run, ImportSummary(counts))
@@ -354,6 +360,7 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     $ bkctl metadata check
     """
     from bkctl.client.ledger_survey import misplacement
+    from bkctl.metadata.admin.check import check_metadata
 
     from ..bookies.members import find_placement
 
@@ -388,6 +395,8 @@ def list_orphans(
     $ bkctl metadata orphans
     $ bkctl metadata orphans --delete --dry-run
     """
+    from bkctl.metadata.admin.check import orphans, remove_orphans
+
     with run.job.working("Looking for orphans"):
         found = list(orphans(run.cluster))
     run.out.render(found, ORPHAN_COLUMNS, findings=True)
@@ -426,6 +435,8 @@ def scopes(run: Run) -> None:
 
     $ bkctl metadata scopes
     """
+    from bkctl.metadata.admin.overview import scope_counts
+
     with run.job.working("Counting ledgers"):
         if run.cluster.ledgers.scopes_state() == "foreign":
             run.out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
@@ -486,6 +497,8 @@ def replace_bookie_id(
 
     $ bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run
     """
+    from bkctl.metadata.admin.ledger_changes import replace_bookie
+
     if old is None or new is None:
         raise UsageError("--from BOOKIE and --to BOOKIE are required")
     if check_bookie_id(old) == check_bookie_id(new):

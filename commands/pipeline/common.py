@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
-from bkctl.bookie.local import active_cluster
 from bkctl.columns import Columns
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
@@ -221,6 +220,7 @@ def read_bookies(run: Run, given: GivenBookies) -> Bookies:
 
 def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
     """Return the bookies whose files are at `places`, else at --conf, else of the local cluster that is up."""
+    from bkctl.bookie.local import active_cluster
     from bkctl.spark.jobs.bookies import find_bookies
 
     given = list(places or ())

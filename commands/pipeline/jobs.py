@@ -8,13 +8,10 @@ from enum import StrEnum
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.disk import atomic_write
 from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
-from bkctl.spark.engine import Frame, functions_of
-from bkctl.spark.failures import error_named
 
 from ..entrylog.listing import ThresholdOptions, ratio_text, thresholds_of
 from ..kit.columns import fields, hex_column
@@ -38,6 +35,9 @@ from .common import (
     sums_of,
 )
 from .saves import BARS_MAX, NO_SAVES, Bar, PageTable, Plot, Section, check_pages, table, top_rows, write_pages
+
+if TYPE_CHECKING:
+    from bkctl.spark.engine import Frame
 
 app = group()
 
@@ -262,6 +262,8 @@ class IntegrityResult(JobResult):
         return notes
 
     def sections(self) -> list[Section]:
+        from bkctl.spark.engine import functions_of
+
         findings = self.result.findings
         counts = findings.groupBy("problem", "bookieId").agg(functions_of(findings).count("*").alias("found")).collect()
         by_bookie: dict[str, dict[str, int]] = {}
@@ -354,6 +356,8 @@ class GarbageResult(JobResult):
 
     def problems(self) -> list[BkctlError]:
         """Return why logs are incomplete or ledgers of unknown state."""
+        from bkctl.spark.failures import error_named
+
         damaged = self._shares.filter("reason IS NOT NULL").select("reason").distinct().collect()
         unknown = self._shares.filter("problem IS NOT NULL").select("problem", "problemType").distinct().collect()
         found: list[BkctlError] = [Corrupt(row.reason) for row in damaged]
@@ -494,6 +498,8 @@ class JournalAuditResult(JobResult):
         return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()
 
     def sections(self) -> list[Section]:
+        from bkctl.spark.engine import functions_of
+
         journals = self._found.journals
         sizes = (
             journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")
@@ -602,6 +608,7 @@ def _check_textfile(path: Path | None) -> None:
 def _write_textfile(path: Path, findings: Mapping[str, int], inventory: Iterable[Any], garbage: Iterable[Any]) -> None:
     """Write the findings of each job, rows of inventory and garbage by bookie, and the time. Raises OSError."""
     from bkctl.bookie.metrics import PrometheusText
+    from bkctl.disk import atomic_write
 
     text = PrometheusText()
     text.sample("bkctl_report_timestamp_seconds", "gauge", int(time.time()))

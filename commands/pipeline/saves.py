@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple
 
 from bkctl import __version__
 from bkctl.columns import Columns, Kind
-from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists, NotFound, Unsupported, UsageError
-from bkctl.spark.failures import plain_errors
-from bkctl.spark.internals import uri_exists
 
 from ..kit.columns import Output
 from ..kit.command import Run
@@ -152,6 +149,8 @@ def check_spark_saves(session: SparkSession, saves: Saves, columns: Columns) -> 
 
     Raises UsageError for a table in a catalog that ends with the job, and for other columns than those to append.
     """
+    from bkctl.spark.internals import uri_exists
+
     for uri in saves.uris:
         if not uri_exists(session, uri):
             continue
@@ -206,6 +205,8 @@ def frame_rows(
     All have the same columns (appended rows RUN_AT, too), and the plan of `frame` runs once. A file gets its name once
     it is complete. Spark itself writes tables, and URIs (`s3a://…`) as directories.
     """
+    from bkctl.spark.failures import plain_errors
+
     frame = frame.select(*columns.names())
     if saves.paths or saves.tables:
         run.out.outlive_stdout()
@@ -247,6 +248,8 @@ def _new_row_file(path: Path, frame: Frame, columns: Columns, saves: Saves) -> I
 
     Raises AlreadyExists, OSError.
     """
+    from bkctl.disk import atomic_write
+
     run_at = None
     if saves.append:
         run_at = saves.run_at

@@ -28,6 +28,8 @@ from bkctl.metadata.cluster import open_cluster
 from .conftest import Cli
 
 HEAVY = ("kazoo", "grpc", "rocksdict", "pyspark", "asyncio", "google.protobuf", "sqlite3", "pydantic", "rich")
+#: Groups whose commands use much of the library.
+GROUPS = ("autorecovery", "bookie", "bookies", "cluster", "cookie", "entrylog", "ledger", "metadata", "pipeline")
 
 
 def bkctl(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
@@ -48,6 +50,19 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         "from bkctl.commands.main import main\n"
         "try: main()\n"
         f"except SystemExit as e: print([m for m in {HEAVY!r} if m in sys.modules], e.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.splitlines()[-1] == "[] 0"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_of_a_group_imports_no_settings_clusters_or_checksums(group: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['bkctl', {group!r}, '--help']\n"
+        "from bkctl.commands.main import main\n"
+        "unused = ('bkctl.config', 'bkctl.metadata.cluster', 'google_crc32c')\n"
+        "try: main()\n"
+        "except SystemExit as e: print([m for m in unused if m in sys.modules], e.code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.splitlines()[-1] == "[] 0"
