@@ -398,8 +398,6 @@ def test_entries_that_a_restart_would_replay_count_as_not_flushed(bookie: Bookie
 
 
 def test_without_journals_a_log_that_changed_since_the_last_mark_is_not_flushed(bookie: Bookie) -> None:
-    import os
-
     (bookie.current / "lastMark").write_bytes(journal.LogMark(0xA, 512).serialize())
     bookie.log(2, [(PLAIN, 10)])
     directories = BookieDirectories.at(bookie.base / "ledgers")

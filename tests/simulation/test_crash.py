@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.journals import settle
+from support.journals import commit_batch
 from support.servers import INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
@@ -154,15 +154,7 @@ class Workload:
 
     def commit(self) -> None:
         for commits in self.storage.commits:
-            batch = commits.take_batch()
-            if batch is None:
-                continue
-            error = None
-            try:
-                commits.commit(batch)
-            except OSError as failure:
-                error = failure
-            settle(commits, batch, error)
+            commit_batch(commits)
 
 
 def check(storage: BookieStorage, promised: Acknowledged, *, torn: bool = False) -> None:
