@@ -10,9 +10,10 @@ import errno
 import fcntl
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple, Self
 
 from bkctl.errors import BkctlError, DirectoryInUse
 from bkctl.formats.layout import Buffer
@@ -58,7 +59,23 @@ class DiskUsage(NamedTuple):
         return 1.0 - self.free / self.total if self.total else 0.0
 
 
-class StorageFile:
+class Closing(ABC):
+    """A context manager that ends with `close`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StorageFile(Closing):
     """One open file; every method raises OSError as the system does. Garbage collection closes it."""
 
     __slots__ = ("_can_read_cached", "fd", "path")
@@ -152,12 +169,6 @@ class StorageFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
-
-    def __enter__(self) -> StorageFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.checks.findings import Counts, Finding, FindingKind
+from bkctl.disk import Closing
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, BookieFile, current_of
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
@@ -145,7 +146,7 @@ class LedgerNumbers:
         return self._numbers.get(ledger)
 
 
-class LocationRows:
+class LocationRows(Closing):
     """Rows (location, entry id, ledger number), added in any order and read in the order of their locations.
 
     Rows are sorted in memory, RUN_ROWS at a time. Full runs are stored in a temporary file. Use as a context manager.
@@ -160,10 +161,7 @@ class LocationRows:
         self._stack = ExitStack()
         self._file: Any = None
 
-    def __enter__(self) -> LocationRows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._runs.clear()
         self._stack.close()
 

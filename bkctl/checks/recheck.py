@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.findings import Counts, Finding, FindingKind
 from bkctl.checks.index_rows import IndexedLogs
+from bkctl.disk import Closing
 from bkctl.errors import BkctlError, EntryNotFound, NotFound
 from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.files.entry_log import EntryLogReader
@@ -39,7 +40,7 @@ def digest_reason(mismatch: DigestMismatchAt) -> str:
     return f"the entry does not match its {mismatch.digest_type.name} digest"
 
 
-class RecordLookup:
+class RecordLookup(Closing):
     """Reads single records of `logs`; the last log stays open. Use as a context manager."""
 
     def __init__(self, logs: IndexedLogs, digests: DigestChecker | None) -> None:
@@ -48,10 +49,7 @@ class RecordLookup:
         self._reader: EntryLogReader | None = None
         self._log_id = -1
 
-    def __enter__(self) -> RecordLookup:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
 

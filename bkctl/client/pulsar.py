@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.client.ledger_survey import fewest_replicas
+from bkctl.disk import Closing
 from bkctl.errors import BkctlError, Conflict, EntryNotFound, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.managed_ledger import parse_message
 from bkctl.ids import LedgerId
@@ -238,7 +239,7 @@ class End(NamedTuple):
     payload: bytes
 
 
-class Inventory:
+class Inventory(Closing):
     """One pass over ledgers, topics and schemas of a cluster; a context manager.
 
     `ends` reads the ends of cursors' and open ledgers, as `read_ends` (None: no bookie is asked, so positions that are
@@ -266,10 +267,7 @@ class Inventory:
         self._database.execute(_CREATE)
         self._database.execute(_INDEX)
 
-    def __enter__(self) -> Inventory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._database.close()
 
     def list_ledgers(self, only: Iterable[int] | None = None) -> None:

@@ -17,10 +17,11 @@ from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
 
+from bkctl.disk import Closing
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of
 from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
-from bkctl.files.windows import WINDOW_SIZE_BYTES, ClosingReader, FileReader
+from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 from bkctl.formats.entry import read_lac_header
 from bkctl.formats.entry_log import pack_location, unpack_location
 from bkctl.formats.index import (
@@ -158,7 +159,7 @@ class Gap(NamedTuple):
     last_entry_id: int
 
 
-class LedgerIndex(ClosingReader):
+class LedgerIndex(Closing):
     """The index of one ledger. Use as a context manager. Created by `BookieIndexes`."""
 
     def __init__(self, ledger: LedgerId, path: Path, facts: IndexHeader | LedgerData) -> None:
@@ -166,6 +167,9 @@ class LedgerIndex(ClosingReader):
         #: The index file, or the directory of the locations database.
         self.path = path
         self.fenced, self.master_key, self._explicit_lac_packet = facts.fenced, facts.master_key, facts.explicit_lac
+
+    def close(self) -> None:
+        """Close the index file; databases belong to BookieIndexes."""
 
     def locations(self) -> Iterator[EntryLocation]:
         """Yield the present entries, in order. Raises Corrupt."""
@@ -238,7 +242,7 @@ class IndexDatabases(NamedTuple):
     locations: LocationsDatabase
 
 
-class BookieIndexes(ClosingReader):
+class BookieIndexes(Closing):
     """All ledger indexes in a bookie's index directories, as they are now. Use as a context manager.
 
     Databases are opened at first use, and keep the content of that moment.

@@ -17,7 +17,6 @@ from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 
 if TYPE_CHECKING:
-    from bkctl.files.entry_log import EntryLogReader
     from bkctl.files.journal import JournalReader
     from bkctl.files.scan import RecordBatch
 

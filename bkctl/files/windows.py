@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
-from bkctl.disk import data_of, skip_hole
+from bkctl.disk import Closing, data_of, skip_hole
 from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
 
 WINDOW_SIZE_BYTES: Final = 1 << 20
@@ -22,20 +22,7 @@ _JUMPS_SHORT: Final = 8
 _LOST: Final = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
-class ClosingReader:
-    """A reader of files that is closed at the end of its context."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class FileReader(ClosingReader):
+class FileReader(Closing):
     """One file, open to read. Use as a context manager. `path` is as given, `name` the path for messages.
 
     Raises NotFound, UsageError (not a regular file), BkctlError (no permission); reads raise Corrupt if the disk fails.

@@ -24,7 +24,7 @@ from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_load import BookieVitals, full_bookies, vitals_findings, without_moved
+from bkctl.http.bookie_load import BookieVitals, Samples, full_bookies, parse_metrics, vitals_findings, without_moved
 from bkctl.metadata.admin.health import read_only_finding
 from bkctl.metadata.pulsar_topics import owner_text
 from bkctl.metadata.store import attempt
@@ -447,8 +447,6 @@ class Inquiry:
 
 
 def _gc_metrics(api: BookieApi) -> dict[str, float]:
-    from bkctl.http.bookie_load import Samples, parse_metrics
-
     samples = Samples(parse_metrics(api.metrics()))
     names = {
         "bytes in entry logs": "ACTIVE_ENTRY_LOG_SPACE_BYTES",

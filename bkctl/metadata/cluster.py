@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from bkctl.disk import Closing
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout
 from bkctl.ids import check_bookie_id, is_bookie_id
@@ -24,7 +25,6 @@ from bkctl.metadata.store import (
     NEW,
     NO_CLUSTER_HINT,
     NO_SECURITY,
-    Closing,
     MetadataStore,
     StoreSecurity,
     Versioned,

@@ -11,13 +11,14 @@ import functools
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import tee
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
+from bkctl.disk import Closing
 from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound, Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -315,20 +316,6 @@ class Claim(NamedTuple):
     def release(self) -> None:
         """Delete the node that we created, but no later node at its path. Raises Unreachable."""
         self.store.release_many([self])
-
-
-class Closing(ABC):
-    """A context manager that ends with `close`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what it holds; a second call does nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class MetadataStore(Closing):

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.log_check import batches_behind
+from bkctl.disk import Closing
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import Gap
@@ -24,7 +25,6 @@ from bkctl.formats import entry_log
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.metadata.store import Closing
 
 #: Locations are 31 bits wide in Apache's logs. Source: DefaultEntryLogger (logSizeLimit's hard limit).
 LOG_SIZE_BYTES_MAX: Final = (1 << 31) - 1

@@ -20,10 +20,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
-from bkctl.disk import Files
+from bkctl.disk import Closing, Files
 from bkctl.errors import Conflict, Corrupt, Unsupported
 from bkctl.ids import LedgerId, LedgerIdSet
-from bkctl.metadata.store import Closing
 
 FORMAT: Final = "bkctl-recovery"
 VERSION: Final = 1

@@ -32,8 +32,6 @@ from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from ..kit.values import tap
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bkctl.checks.garbage import LogUse, Thresholds
     from bkctl.checks.log_check import LogCheck
     from bkctl.files.directories import BookieDirectories

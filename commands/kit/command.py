@@ -80,7 +80,8 @@ class Run:
     @property
     def bundled(self) -> RecordedCluster | None:
         """The bundle in the cluster's place; None for a cluster."""
-        return self.access.recorded if self.cluster else None
+        _ = self.cluster  # opening it reads the bundle
+        return self.access.recorded
 
     def recorded(self) -> AbstractContextManager[Cluster]:
         """Return the cluster for work whose changes of nodes all go to the undo file; see `Consent.undo`."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
     from bkctl.metadata.admin.dump.sources import ClusterSource, DumpHeader, DumpSource
     from bkctl.metadata.cluster import Cluster
-    from bkctl.pace import Pace
 
 app = group()
 

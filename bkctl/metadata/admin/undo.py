@@ -31,13 +31,13 @@ from itertools import pairwise, tee
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
-from bkctl.disk import make_private_directory
+from bkctl.disk import Closing, Files, make_private_directory
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported
 from bkctl.formats.metadata import Cookie, LedgerMetadata
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Closing, MetadataStore, Versioned, attempt, check_path
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, Versioned, attempt, check_path
 from bkctl.metadata.uri import parse_uri
 
 FORMAT: Final = "bkctl-undo"
@@ -453,8 +453,6 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
     except ValueError as error:  # a character that no name has
         raise Corrupt(f"{where} names no file") from error
     if outcome == "restored" and not dry_run:
-        from bkctl.disk import Files
-
         if redo is not None:
             redo.record_file(file, before)
         if before is None:

@@ -16,11 +16,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from bkctl.disk import Closing
 from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId, parse_bookie_address, parse_scope_id
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import NO_SECURITY, Closing, StoreSecurity, client_tls
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
 from bkctl.metadata.uri import parse_uri
 from bkctl.protocol.connection import new_event_loop
 

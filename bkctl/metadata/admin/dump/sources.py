@@ -15,14 +15,14 @@ from itertools import groupby, repeat, tee
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bkctl.disk import atomic_write
+from bkctl.disk import Closing, atomic_write
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, Unsupported, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
 from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledgers import INSTANCE_ID
-from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX, Closing
+from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX
 from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, LedgerMarks, mark_path
 
 FORMAT: Final = "bkctl-metadata"
