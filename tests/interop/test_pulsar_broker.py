@@ -79,6 +79,8 @@ def pulsar(request: pytest.FixtureRequest, zookeeper: ZooKeeperServer, tmp_path:
 def test_all_that_a_broker_keeps_is_named(pulsar: Pulsar) -> None:
     ask = pulsar.start()
     topics = {name: f"persistent://public/default/{name}" for name in ("orders", "delayed", "typed")}
+    for subscription in ("slow", "fast"):  # Messages before a subscription may be deleted.
+        ask("subscribe", ORDERS, subscription, 0)
     ask("produce", ORDERS, 25)
     ask("subscribe", ORDERS, "slow", 12)
     ask("subscribe", ORDERS, "fast", 25)
@@ -108,6 +110,8 @@ def test_all_that_a_broker_keeps_is_named(pulsar: Pulsar) -> None:
 @pytest.mark.parametrize("pulsar", [("ZSTD", 60)], indirect=True)
 def test_orphans_of_a_dead_broker_are_found_and_deleted(pulsar: Pulsar) -> None:
     ask = pulsar.start()
+    for topic in (ORDERS, EVENTS):
+        ask("subscribe", topic, "all", 0)
     ask("produce", ORDERS, 35)
     ask("subscribe", ORDERS, "all", 3)
     ask("produce", EVENTS, 15)
@@ -136,20 +140,24 @@ def test_orphans_of_a_dead_broker_are_found_and_deleted(pulsar: Pulsar) -> None:
     assert deleted >= {created, kept["kept"]}
     assert pulsar.findings() == set()
     assert ask("ledgers", EVENTS) == before
-    ask("subscribe", ORDERS, "again", 1)
-    ask("subscribe", EVENTS, "again", 5)
+    for topic in (ORDERS, EVENTS):
+        ask("subscribe", topic, "again", 0)
+        ask("produce", topic, 15)
+        ask("subscribe", topic, "again", 15)
 
 
 @pytest.mark.parametrize("pulsar", [("LZ4", 60)], indirect=True)
 def test_losses_are_found_exactly_beside_a_broker_under_load(pulsar: Pulsar) -> None:
     ask = pulsar.start()
     lost = "persistent://public/default/lost"
+    ask("subscribe", lost, "s", 0)
     ask("produce", lost, 25)
     ask("subscribe", lost, "s", 5)
     ask("compact", lost)
     ask("schema", "public/default/typed")
     truth, schema = ask("ledgers", lost), ask("ledgers", "public/default/typed")["schemas"][0]
     ask("namespace", "public/gone")
+    ask("subscribe", "persistent://public/gone/x", "s", 0)
     ask("produce", "persistent://public/gone/x", 25)
     ask("subscribe", "persistent://public/gone/x", "s", 5)
     message, cursor, compacted = truth["ledgers"][0], truth["cursors"]["s"][0], truth["compacted"]
@@ -165,6 +173,7 @@ def test_losses_are_found_exactly_beside_a_broker_under_load(pulsar: Pulsar) -> 
     def load() -> None:
         ask("drop", "public/gone")
         for number in range(6):
+            ask("subscribe", f"persistent://public/default/load-{number % 3}", "s", 0)
             ask("produce", f"persistent://public/default/load-{number % 3}", 60)
             ask("subscribe", f"persistent://public/default/load-{number % 3}", "s", 55)
             ask("trim", f"persistent://public/default/load-{number % 3}")

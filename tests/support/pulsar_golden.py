@@ -26,6 +26,8 @@ def write_topics(ask: Any) -> dict[str, Any]:
     """Write topics with all that topics have, and return what the broker says of them once they are unloaded."""
     topics = [f"persistent://public/default/{name}" for name in ("a-b.ä", "delayed", "typed")]
     first, delayed, typed = topics
+    for subscription in ("slow/one", "all"):  # Messages before a subscription may be deleted.
+        ask("subscribe", first, subscription, 0)
     ask("produce", first, 35)
     ask("subscribe", first, "slow/one", 12)
     ask("subscribe", first, "all", 35)

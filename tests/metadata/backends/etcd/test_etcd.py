@@ -556,9 +556,7 @@ def test_close_does_not_wait_for_a_server_that_is_down(etcd_server: Callable[...
 # TLS and users
 
 
-def test_tls_with_certificates_of_both_sides(
-    etcd_server: Callable[..., EtcdServer], pem: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tls_with_certificates_of_both_sides(etcd_server: Callable[..., EtcdServer], pem: Path) -> None:
     server = etcd_server(tls=pem)
     ours = {"tls": True, "ca": str(pem), "certificate": str(pem)}
     uri = server.metadata_uri()
@@ -584,7 +582,29 @@ def test_tls_with_certificates_of_both_sides(
         with pytest.raises(UsageError) as wrong:
             open_cluster(uri, timeout_s=5, security=security)
         assert "secret" not in str(wrong.value)
-    assert capfd.readouterr().err == ""
+
+
+_REFUSED = """
+import sys
+from bkctl.errors import Unreachable
+from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.store import StoreSecurity
+
+try:
+    open_cluster(sys.argv[1], timeout_s=1, security=StoreSecurity(tls=True, ca=sys.argv[2]))
+except Unreachable as error:
+    print(error)
+"""
+
+
+def test_refused_certificates_are_our_error_and_nothing_on_stderr(
+    etcd_server: Callable[..., EtcdServer], pem: Path
+) -> None:
+    """In a process of its own: gRPC reads how much it logs when it is first used, in a run of tests by others."""
+    command = [sys.executable, "-c", _REFUSED, etcd_server(tls=pem).metadata_uri(), str(pem)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert "127.0.0.1" in found.stdout
+    assert found.stderr == ""
 
 
 def test_a_late_plain_connection_is_asked_again() -> None:
