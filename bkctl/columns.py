@@ -6,7 +6,7 @@ import binascii
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from datetime import UTC, datetime
+from datetime import date
 from enum import Enum
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -32,6 +32,7 @@ class Kind(Enum):
 #: The calendar of `iso_time`: the years 1 to 9999.
 TIME_MS_MIN: Final = -62_135_596_800_000
 TIME_MS_MAX: Final = 253_402_300_799_999
+_EPOCH_DAYS: Final = date(1970, 1, 1).toordinal()
 
 
 #: Control characters, line ends, and what shows text in another order than it is written.
@@ -39,20 +40,21 @@ _STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 @lru_cache(maxsize=4096)
-def _minute(minutes: int) -> str | None:
+def _day(days: int) -> str | None:
     try:
-        return f"{datetime.fromtimestamp(minutes * 60, UTC):%Y-%m-%dT%H:%M:}"
-    except (ValueError, OverflowError, OSError):
+        return date.fromordinal(_EPOCH_DAYS + days).isoformat()
+    except (ValueError, OverflowError):
         return None
 
 
 def iso_time(milliseconds: int) -> str:
     """Return ISO 8601 in UTC with milliseconds, ending in Z; out of the calendar's range the number itself."""
-    minute = _minute(milliseconds // 60_000)
-    if minute is None:
+    days, rest_ms = divmod(milliseconds, 86_400_000)
+    if (day := _day(days)) is None:
         return str(milliseconds)
-    second, rest = divmod(milliseconds % 60_000, 1000)
-    return f"{minute}{second:02d}.{rest:03d}Z"
+    seconds, rest_ms = divmod(rest_ms, 1000)
+    minutes, seconds = divmod(seconds, 60)
+    return f"{day}T{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}.{rest_ms:03d}Z"
 
 
 def base64_text(data: bytes | bytearray | memoryview) -> str:

@@ -318,8 +318,8 @@ def _custom_metadata(items: tuple[bytes, ...]) -> dict[str, bytes]:
 
 
 #: Of millions of ledgers, many have the same ensemble or the same custom metadata.
-_known_fragment: Final = lru_cache(maxsize=4096)(_fragment)
-_known_custom_metadata: Final = lru_cache(maxsize=1024)(_custom_metadata)
+_known_fragment: Final = lru_cache(maxsize=16384)(_fragment)
+_known_custom_metadata: Final = lru_cache(maxsize=4096)(_custom_metadata)
 
 
 def _from_message(data: bytes, version: int, at: str) -> LedgerMetadata:

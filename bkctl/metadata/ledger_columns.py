@@ -122,8 +122,8 @@ def _ensembles(fragments: tuple[Fragment, ...]) -> SharedObject:
     return SharedObject((str(first_entry_id), list(bookies)) for first_entry_id, bookies in fragments)
 
 
-_known_objects: Final = lru_cache(maxsize=1024)(_custom_objects)
-_known_ensembles: Final = lru_cache(maxsize=1024)(_ensembles)
+_known_objects: Final = lru_cache(maxsize=4096)(_custom_objects)
+_known_ensembles: Final = lru_cache(maxsize=16384)(_ensembles)
 
 
 def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:
