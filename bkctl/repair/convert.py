@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +36,7 @@ from bkctl.formats.entry_log import log_id_of, unpack_location
 from bkctl.formats.index import ENTRY_ID_MAX, LedgerData, index_path
 from bkctl.formats.names import CONVERSION_NAME, DATABASE_NAMES, ROCKSDB_CURRENT, UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
-from bkctl.repair.index_contents import Progress, header_data
+from bkctl.repair.index_contents import IndexedEntry, Progress, header_data
 from bkctl.repair.layout import BookieLayout, backup_name, prepare_building, sync_tree, time_stamp
 from bkctl.repair.regenerate import INDEX, IndexFileBuilder
 
@@ -225,7 +225,7 @@ class IndexConverter(ABC):
         with self.writer() as writer:
             for source in self.read_old(state):
                 writer.add(source.ledger, source.data, source.number)
-                count = writer.put(source.ledger, source.places)
+                count = writer.put_all((source.ledger, *place) for place in source.places)
                 self._progress(count)
                 ledger_count, entry_count = ledger_count + 1, entry_count + count
                 if ledger_count >= LEDGERS_PER_CHECKPOINT or entry_count >= ENTRIES_PER_CHECKPOINT:
@@ -320,9 +320,9 @@ class _DatabasePairs(ExitStack):
         self._databases = self.get(number, ledger.is_scoped)
         self._databases[0].put(ledger, data)
 
-    def put(self, ledger: LedgerId, places: Iterator[EntryPlace]) -> int:
-        """Write the entries of the ledger that was added last; return their number."""
-        return self._databases[1].put_all((ledger, *place) for place in places)
+    def put_all(self, entries: Iterable[IndexedEntry]) -> int:
+        """Set the locations of entries of the ledger that was added last; return their number."""
+        return self._databases[1].put_all(entries)
 
     def sync(self) -> None:
         """Sync every database to disk; locations before their ledgers."""
