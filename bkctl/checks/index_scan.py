@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
-from bkctl.checks.index_rows import first_files, still_without_ledger
 from bkctl.checks.recheck import Recheck
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
 from bkctl.files.entry_log import EntryLogReader
-from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
+from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader, first_files, still_without_ledger
 from bkctl.files.listing import log_contents
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
 from bkctl.formats.entry import read_lac_header

@@ -25,12 +25,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bkctl.checks.index_rows import first_files
 from bkctl.disk import DIRECTORY_MODE, Files
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.conversion import DB, ConversionState
 from bkctl.files.directories import BookieDirectories
-from bkctl.files.index import BookieIndexes, LedgerIndexReader
+from bkctl.files.index import BookieIndexes, LedgerIndexReader, first_files
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry_log import log_id_of, unpack_location
 from bkctl.formats.index import ENTRY_ID_MAX, LedgerData, index_path

@@ -18,11 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from bkctl.checks.index_rows import first_files
 from bkctl.disk import DIRECTORY_MODE, FILE_MODE, Files, StorageFile
 from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories
-from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
+from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader, first_files
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
