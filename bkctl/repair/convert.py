@@ -61,15 +61,6 @@ class ConvertedDirectory:
     backups: list[Path] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Conversion:
-    """The result of a conversion. `resumed`: a killed conversion was continued. `done` is False after a dry run."""
-
-    directories: list[ConvertedDirectory]
-    resumed: bool = False
-    done: bool = False
-
-
 class IndexedLedger(NamedTuple):
     """One ledger of the old index. `number` is the directory of its new index; `places` are its entries, in order."""
 
@@ -87,7 +78,7 @@ def convert(
     dry_run: bool = False,
     files: Files | None = None,
     progress: Progress = lambda _: None,
-) -> Conversion:
+) -> IndexConverter:
     """Convert a bookie's index to DB or INTERLEAVED. The caller holds the directories.
 
     A conversion killed at any point resumes at the next call. `progress` gets every entry twice (built, verified).
@@ -97,17 +88,17 @@ def convert(
     files = files or Files()
     converter = (DatabaseConverter if to == DB else IndexFileConverter)(layout, files, progress)
     path, fingerprint = layout.index_dirs[0] / CONVERSION_NAME, _fingerprint(layout)
-    state, result = ConversionState.read(path), converter.result
-    result.resumed = state is not None and state.fingerprint == fingerprint
+    state = ConversionState.read(path)
+    converter.resumed = state is not None and state.fingerprint == fingerprint
     if state is not None:
-        _refuse_conflicts(state, path, to, len(result.directories), fingerprint)
+        _refuse_conflicts(state, path, to, len(converter.directories), fingerprint)
     is_built = state is not None and state.swapping
     if not is_built:
         converter.check()
     if dry_run:
-        for source in () if is_built else converter.read_old():  # counts the ledgers and entries of the result
+        for source in () if is_built else converter.read_old():  # counts the ledgers and entries
             progress(sum(1 for _ in source.places))
-        return result
+        return converter
     if state is None or not is_built:
         # Resume only if the files of the bookie are unchanged since the conversion began.
         if state is None or state.fingerprint != fingerprint:
@@ -116,20 +107,20 @@ def convert(
             state.write(path, files)
         state = converter.build(state, path)
         converter.verify()
-        state = state._replace(swapping=True, counts=tuple((row.ledgers, row.entries) for row in result.directories))
+        state = state._replace(swapping=True, counts=tuple((row.ledgers, row.entries) for row in converter.directories))
         state.write(path, files)
-    for row, (ledgers, entries) in zip(result.directories, state.counts, strict=True):
+    for row, (ledgers, entries) in zip(converter.directories, state.counts, strict=True):
         row.ledgers, row.entries = ledgers, entries
     converter.swap(state.stamp)
     if discard_old:  # While the progress file is there, another call continues the removal.
-        for row in result.directories:
+        for row in converter.directories:
             for backup in row.backups:
                 shutil.rmtree(backup)
             row.backups = []
     files.remove(path)
     files.sync_directory(path.parent)
-    result.done = True
-    return result
+    converter.done = True
+    return converter
 
 
 def _refuse_conflicts(state: ConversionState, path: Path, to: str, directory_count: int, fingerprint: str) -> None:
@@ -177,12 +168,17 @@ def _fingerprint(layout: BookieLayout) -> str:
 
 
 class IndexConverter(ABC):
-    """One direction of a conversion. `result` counts ledgers and entries while they are read."""
+    """One direction of a conversion, and its result: `directories` count ledgers and entries while they are read.
+
+    `resumed`: a killed conversion was continued. `done` stays False in a dry run.
+    """
+
+    resumed = done = False
 
     def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
         self._files, self._progress = files, progress
         self.storages = layout.storages()
-        self.result = Conversion([ConvertedDirectory(storage.index_dir) for storage in self.storages])
+        self.directories = [ConvertedDirectory(storage.index_dir) for storage in self.storages]
         self._directories = BookieDirectories(index_dirs=layout.index_dirs)
 
     @abstractmethod
@@ -240,7 +236,7 @@ class IndexConverter(ABC):
 
     def verify(self) -> None:
         """Compare every ledger and entry of the old and the new index. Raises Corrupt if they differ."""
-        for row in self.result.directories:
+        for row in self.directories:
             row.ledgers = row.entries = 0
         for source in self.read_old():
             found = self.read_new(source.ledger, source.number)
@@ -252,13 +248,13 @@ class IndexConverter(ABC):
                     raise _difference(source.ledger, f"entry {(old or new)[0]}")
                 count += 1
             self._progress(count)
-        for number, row in enumerate(self.result.directories):
+        for number, row in enumerate(self.directories):
             if self.count_new(number) != row.ledgers:
                 raise Corrupt(f"The old and the new index of {row.path} differ in their ledgers: nothing was replaced")
 
     def count(self, number: int, places: Iterator[EntryPlace]) -> Iterator[EntryPlace]:
         """Yield `places`, and count a ledger and its entries for directory `number`."""
-        row = self.result.directories[number]
+        row = self.directories[number]
         row.ledgers += 1
         for place in places:
             row.entries += 1
@@ -354,8 +350,12 @@ class DatabaseConverter(IndexConverter):
         if not self.paths:
             where = ", ".join(str(storage.index_dir) for storage in self.storages)
             raise UsageError(f"No index files found in {where}", hint="is the bookie converted already?")
-        for storage in self.storages:
-            _refuse_links(storage.index_dir)
+        for entry in (entry for storage in self.storages for entry in os.scandir(storage.index_dir)):
+            if _LEVEL_NAME.fullmatch(entry.name) and entry.is_symlink():
+                raise Unsupported(
+                    f"{entry.path} is a symbolic link and cannot be renamed to a backup",
+                    hint="replace the link by the directory that it points to",
+                )
         for storage in self.storages:
             for path in (storage.index_dir / "ledgers", storage.index_dir / "scoped-ledgers"):
                 with suppress(NotFound), LedgersDatabase.open(path) as database:
@@ -428,7 +428,7 @@ class DatabaseConverter(IndexConverter):
         return data, ((entry_id, location) for _, entry_id, location in locations.locations(ledger))
 
     def swap(self, stamp: str) -> None:
-        for row, storage in zip(self.result.directories, self.storages, strict=True):
+        for row, storage in zip(self.directories, self.storages, strict=True):
             current = storage.index_dir
             for name in DATABASE_NAMES:
                 building, target = self._building(storage.number, name), current / name
@@ -447,15 +447,6 @@ def _open_to_write(kind: Any, path: Path, scoped: bool) -> Any:
     if (path / ROCKSDB_CURRENT).exists():
         return kind.edit(path, scoped=scoped)
     return kind.create(path, scoped=scoped)
-
-
-def _refuse_links(current: Path) -> None:
-    for entry in os.scandir(current):
-        if _LEVEL_NAME.fullmatch(entry.name) and entry.is_symlink():
-            raise Unsupported(
-                f"{entry.path} is a symbolic link and cannot be renamed to a backup",
-                hint="replace the link by the directory that it points to",
-            )
 
 
 # --- databases to index files ---
@@ -560,7 +551,7 @@ class IndexFileConverter(IndexConverter):
         return header_data(reader), reader.locations()
 
     def swap(self, stamp: str) -> None:
-        for row, storage in zip(self.result.directories, self.storages, strict=True):
+        for row, storage in zip(self.directories, self.storages, strict=True):
             current, building = storage.index_dir, self._building(storage.number)
             if building.is_dir():
                 for level in _levels_in(building):

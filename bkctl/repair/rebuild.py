@@ -28,7 +28,6 @@ from bkctl.repair.index_contents import (
     IndexRepair,
     JournalFacts,
     Progress,
-    RepairFindings,
     decide_ledger_data,
     is_ledger,
     read_journals,
@@ -66,15 +65,6 @@ class RebuiltDatabase:
     backup: Path | None = None
 
 
-@dataclass(slots=True)
-class Rebuild:
-    """The result of a rebuild, and its findings; `swapped` is False after a dry run."""
-
-    databases: list[RebuiltDatabase] = field(default_factory=list)
-    findings: RepairFindings = field(default_factory=RepairFindings)
-    swapped: bool = False
-
-
 def rebuild(
     layout: BookieLayout,
     *,
@@ -98,7 +88,7 @@ def rebuild(
             f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
             hint="'bkctl bookie index regenerate --all' rebuilds index files",
         )
-    run = _RebuildRun(files or Files(), metadata, progress, dry_run, storages)
+    run = Rebuild(files or Files(), metadata, progress, dry_run, storages)
     try:
         if ledgers:
             run.build_ledgers(layout.journal_dirs)
@@ -107,24 +97,21 @@ def rebuild(
         if not dry_run:
             run.swap()
     finally:
-        for row in run.unswapped:
-            prepare_building(row.path)
-    return run.result
+        run.clean_up()
+    return run
 
 
 @dataclass
-class _RebuildRun(IndexRepair):
-    """One rebuild; `unswapped` are the databases that were built and not yet swapped."""
+class Rebuild(IndexRepair):
+    """One rebuild, and its result: the databases, of which `_unswapped` are built and not yet swapped."""
 
     _storages: list[Storage]
+    databases: list[RebuiltDatabase] = field(init=False, default_factory=list)
+    _unswapped: list[RebuiltDatabase] = field(init=False, default_factory=list)
+    #: The ledgers of the databases that were rebuilt, by path.
+    _ledgers: dict[Path, set[LedgerId]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.result = Rebuild(findings=self.findings)
-        #: The ledgers of the databases that were rebuilt, by path.
-        self._ledgers: dict[Path, set[LedgerId]] = {}
-        self.unswapped: list[RebuiltDatabase] = []
-
-    def _databases(self, name: str) -> Iterator[tuple[Storage, bool, RebuiltDatabase, list[Path]]]:
+    def _targets(self, name: str) -> Iterator[tuple[Storage, bool, RebuiltDatabase, list[Path]]]:
         """Yield (storage, is scoped, database, logs) of every directory."""
         for storage in self._storages:
             for scoped, prefix in ((False, ""), (True, SCOPED_PREFIX)):
@@ -135,7 +122,7 @@ class _RebuildRun(IndexRepair):
         facts = read_journals(journal_dirs, self.findings, self._progress)
         if not journal_dirs:
             self.findings.notes.append("No journal directory is given: facts that only journals have are missing")
-        for storage, scoped, row, logs in self._databases(LEDGERS):
+        for storage, scoped, row, logs in self._targets(LEDGERS):
             found = {
                 ledger
                 for ledger in facts
@@ -201,7 +188,7 @@ class _RebuildRun(IndexRepair):
         return old, True, flags
 
     def build_locations(self) -> None:
-        for _, scoped, row, logs in self._databases(LOCATIONS):
+        for _, scoped, row, logs in self._targets(LOCATIONS):
             if not scoped or row.path.is_dir() or logs:
                 self._build_locations(row, logs, scoped)
 
@@ -275,16 +262,20 @@ class _RebuildRun(IndexRepair):
 
     def _create(self, kind: type[_D], row: RebuiltDatabase, scoped: bool) -> AbstractContextManager[_D | None]:
         """Return the new database to fill; None in a dry run."""
-        self.result.databases.append(row)
+        self.databases.append(row)
         if self.dry_run:
             return nullcontext()
-        self.unswapped.append(row)
+        self._unswapped.append(row)
         return kind.create(prepare_building(row.path), scoped=scoped)
 
     def swap(self) -> None:
         stamp = time_stamp()
-        while self.unswapped:
-            row = self.unswapped[0]
+        while self._unswapped:
+            row = self._unswapped[0]
             row.backup = replace_directory(self._files, row.path, stamp)
-            del self.unswapped[0]
-        self.result.swapped = True
+            del self._unswapped[0]
+
+    def clean_up(self) -> None:
+        """Remove the databases that were not swapped."""
+        for row in self._unswapped:
+            prepare_building(row.path)

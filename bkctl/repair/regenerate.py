@@ -69,21 +69,6 @@ class RegeneratedIndex:
     backup: Path | None = None
 
 
-@dataclass(slots=True)
-class Regeneration:
-    """The result of a regeneration; `swapped` is False after a dry run.
-
-    `without_key` are ledgers left unchanged because their master key is unknown, `dead` are ledgers that are no longer
-    in the metadata store.
-    """
-
-    indexes: list[RegeneratedIndex] = field(default_factory=list)
-    without_key: list[LedgerId] = field(default_factory=list)
-    dead: list[LedgerId] = field(default_factory=list)
-    findings: RepairFindings = field(default_factory=RepairFindings)
-    swapped: bool = False
-
-
 def regenerate(
     layout: BookieLayout,
     ledgers: Collection[LedgerId] | None = None,
@@ -107,7 +92,7 @@ def regenerate(
                 f"{current} has the databases of DbLedgerStorage, which has no index files",
                 hint="'bkctl bookie index rebuild --ledgers --locations' rebuilds them",
             )
-    run = _RegenerationRun(files or Files(), metadata, progress, dry_run, layout)
+    run = Regeneration(files or Files(), metadata, progress, dry_run, layout)
     try:
         run.choose(ledgers, scope_id, master_key)
         run.build()
@@ -115,26 +100,36 @@ def regenerate(
             run.swap()
     finally:
         run.clean_up()
-    return run.result
+    return run
 
 
 @dataclass
-class _RegenerationRun(IndexRepair):
-    """One regeneration: its ledgers, their facts, and the files built so far."""
+class Regeneration(IndexRepair):
+    """One regeneration, and its self.
+
+    `without_key` are ledgers left unchanged because their master key is unknown, `dead` are ledgers that are no longer
+    in the metadata store.
+    """
 
     _layout: BookieLayout
+    without_key: list[LedgerId] = field(init=False, default_factory=list)
+    dead: list[LedgerId] = field(init=False, default_factory=list)
+    _rows: dict[LedgerId, RegeneratedIndex] = field(init=False, default_factory=dict)
+    _data: dict[LedgerId, LedgerData] = field(init=False, default_factory=dict)
+    #: Readable old index files; they differ from `path` after an interrupted relocation.
+    _old: dict[LedgerId, Path] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.result = Regeneration(findings=self.findings)
         self._buildings = {current: current / f"{INDEX}{UNFINISHED_SUFFIX}" for current in self._layout.index_dirs}
-        self._rows: dict[LedgerId, RegeneratedIndex] = {}
-        self._data: dict[LedgerId, LedgerData] = {}
-        #: Readable old index files; they differ from `path` after an interrupted relocation.
-        self._old: dict[LedgerId, Path] = {}
+
+    @property
+    def indexes(self) -> list[RegeneratedIndex]:
+        """Return the index files, in order of their ledgers."""
+        return list(self._rows.values())
 
     def choose(self, ledgers: Collection[LedgerId] | None, scope_id: int | None, master_key: bytes | None) -> None:
         """Choose the ledgers that get a new index, and their headers; leave out dead ones, and ones without a key."""
-        result, directories = self.result, self._layout.index_dirs
+        directories = self._layout.index_dirs
         facts = read_journals(self._layout.journal_dirs, self.findings, self._progress)
         with BookieIndexes(BookieDirectories(index_dirs=directories)) as indexes:
             paths = {ledger: first for ledger, _, first in first_files(indexes)}
@@ -158,19 +153,18 @@ class _RegenerationRun(IndexRepair):
             old = None if old_path is None else self._old_header(row, path)
             decided = decide_ledger_data(old, facts.get(ledger), self.known(ledger), old_is_complete=False)
             if decided is None:
-                result.dead.append(ledger)
+                self.dead.append(ledger)
                 continue
             data, row.fence_guessed = decided
             row.fenced = data.fenced
             key = master_key if master_key is not None else data.master_key
             if not key:
-                result.without_key.append(ledger)
+                self.without_key.append(ledger)
                 continue
             self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
             self._rows[ledger] = row
-            result.indexes.append(row)
-        if ledgers is not None and result.without_key:
-            named = ", ".join(map(str, result.without_key))
+        if ledgers is not None and self.without_key:
+            named = ", ".join(map(str, self.without_key))
             raise UsageError(
                 f"The master key of ledger {named} is unknown",
                 hint="give its password with --password-file, or --metadata-uri",
@@ -258,7 +252,6 @@ class _RegenerationRun(IndexRepair):
             changed[row.path.parent] = None
         for directory in changed:
             self._files.sync_directory(directory)
-        self.result.swapped = True
 
     def clean_up(self) -> None:
         """Remove unfinished index files."""
