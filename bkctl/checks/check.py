@@ -151,18 +151,14 @@ class IndexCheck:
                     self.counts.entries += rows.count
                     yield from self._check_logs(logs, rows)
                     self.missing.difference_update(rows.numbers.ledgers)
-            if self._digests is not None:
-                yield from self._late_mismatches(self._digests)
+            # Of entries that precede the entry which revealed their ledger's digest type.
+            for mismatch in () if self._digests is None else self._digests.late_findings():
+                if mismatch.ledger in self._selection:
+                    path = Path(mismatch.where)
+                    location = pack_location(log_id_of(path.name) or 0, mismatch.offset + 4)
+                    reason = digest_reason(mismatch)
+                    yield Finding(FindingKind.DIGEST, path, reason, mismatch.ledger, mismatch.entry_id, location)
         yield from self._unindexed_ledgers()
-
-    def _late_mismatches(self, digests: DigestChecker) -> Iterator[Finding]:
-        """Yield the mismatches of entries that precede the entry which revealed their ledger's digest type."""
-        for mismatch in digests.late_findings():
-            path = Path(mismatch.where)
-            location = pack_location(log_id_of(path.name) or 0, mismatch.offset + 4)
-            if mismatch.ledger in self._selection:
-                reason = digest_reason(mismatch)
-                yield Finding(FindingKind.DIGEST, path, reason, mismatch.ledger, mismatch.entry_id, location)
 
     def _unindexed_ledgers(self) -> Iterator[Finding]:
         if not self._unindexed:

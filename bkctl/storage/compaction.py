@@ -122,11 +122,8 @@ class EntryLogCompactor:
         throttler: Throttler,
         removed: Callable[[EntryLogMetadata], None],
     ) -> None:
-        self._storage = storage
-        self._files = files
-        self._checkpoint = checkpoint
-        self._throttler = throttler
-        self._removed = removed
+        self._storage, self._files, self._throttler = storage, files, throttler
+        self._checkpoint, self._removed = checkpoint, removed
         self._size_limit = config.log_size_limit
         self._moves_at_once = min(config.compaction_max_outstanding_requests, MOVES_AT_ONCE_MAX)
         self._ignores_space = config.force_allow_compaction

@@ -10,7 +10,6 @@ Source: Journal, JournalChannel; BP-35 for version 7.
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bkctl.config import MEBIBYTE, BookieConfig
-from bkctl.disk import NO_SPACE, Files, StorageFile
+from bkctl.disk import NO_SPACE, Files, StorageFile, names_in
 from bkctl.errors import BookieIOError
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
@@ -152,7 +151,12 @@ class JournalWriter:
             raise
 
     def _commit(self, records: list[bytes], size: int, scoped: bool, written: Callable[[], object] | None) -> None:
-        file = self._file_for(scoped=scoped)
+        self._scoped = self._scoped or scoped
+        is_too_old = scoped and self._version != formats.VERSION_SCOPED
+        if self._file is None or self._position > self._size_max or is_too_old:
+            self._open_next()
+        file = self._file
+        assert file is not None
         start = self._position
         end = start + size
         if self._version >= formats.VERSION_PADDING:
@@ -183,15 +187,6 @@ class JournalWriter:
         except Exception as error:
             self.failed = error
             raise
-
-    def _file_for(self, *, scoped: bool) -> StorageFile:
-        """Return the file for the next group: a new one if the open one is full, or too old for scoped records."""
-        self._scoped = self._scoped or scoped
-        is_too_old = scoped and self._version != formats.VERSION_SCOPED
-        if self._file is None or self._position > self._size_max or is_too_old:
-            self._open_next()
-        assert self._file is not None
-        return self._file
 
     def _is_sync_due(self) -> bool:
         now_s = self._now_s()
@@ -364,8 +359,4 @@ class JournalCommits:
 
 def journal_ids(directory: Path) -> list[int]:
     """Return the ids of the journal files in `directory`, ascending; none when it is missing."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    return sorted(found for name in names if (found := formats.journal_id_of(name)) is not None)
+    return sorted(found for name in names_in(directory) if (found := formats.journal_id_of(name)) is not None)

@@ -121,7 +121,11 @@ class JournalReplay:
                 # No setting skips it: a later release's entries would be lost by starting an earlier one.
                 raise Unsupported(error.message, hint=_LATER_RELEASE_HINT) from error
             else:
-                _log_incomplete_group(reader)
+                if reader.end is ScanState.TORN:
+                    log.warning(
+                        "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records "
+                        "incomplete, and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
+                    )  # fmt: skip
 
     def _skip(self, error: CorruptRecord, dropped: str) -> None:
         """Log that invalid records are dropped. Raises Corrupt unless the configuration has them skipped."""
@@ -257,15 +261,6 @@ def want_of_space(write: Callable[[], object]) -> OSError | None:
             raise
         return error
     return None
-
-
-def _log_incomplete_group(reader: JournalReader) -> None:
-    """Log which bytes of a journal were not replayed because their group was never synced."""
-    if reader.end is ScanState.TORN:
-        log.warning(
-            "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records incomplete, "
-            "and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
-        )  # fmt: skip
 
 
 def _is_unsynced(reader: JournalReader, record: Record, problem: str) -> bool:
