@@ -53,13 +53,8 @@ class LedgerIndexReader(FileReader):
     Raises NotFound, UsageError (a directory), CorruptRecord and TruncatedRecord (the header), Unsupported.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        super().__init__(path)
-        try:
-            self.header = read_header(self.read(0, HEADER_SIZE) or self._header_of_new_file(), self.name)
-        except BkctlError:
-            self.close()
-            raise
+    def _begin(self) -> None:
+        self.header = read_header(self.read(0, HEADER_SIZE) or self._header_of_new_file(), self.name)
         self.ledger = ledger_of_index_path(str(self.path.absolute()).removesuffix(RELOCATION_SUFFIX))
 
     def _header_of_new_file(self) -> bytes:

@@ -103,7 +103,8 @@ def convert(
         # Resume only if the files of the bookie are unchanged since the conversion began.
         if state is None or state.fingerprint != fingerprint:
             state = ConversionState(to, _free_stamp(layout), fingerprint)
-            converter.clear()
+            for target in converter.targets():
+                prepare_building(target)
             state.write(path, files)
         state = converter.build(state, path)
         converter.verify()
@@ -204,11 +205,6 @@ class IndexConverter(ABC):
     @abstractmethod
     def targets(self) -> list[Path]:
         """Return the directories that the new index is built for, as `prepare_building` takes them."""
-
-    def clear(self) -> None:
-        """Remove an unfinished index that an earlier conversion built."""
-        for target in self.targets():
-            prepare_building(target)
 
     @abstractmethod
     def swap(self, stamp: str) -> None:

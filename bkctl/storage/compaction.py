@@ -62,8 +62,7 @@ class Throttler:
         self._by_bytes = config.is_throttle_by_bytes
         by_entries = config.compaction_rate_by_entries or config.compaction_rate
         self._rate = config.compaction_rate_by_bytes if self._by_bytes else by_entries
-        self._stopped = stopped
-        self._clock = clock
+        self._stopped, self._clock = stopped, clock
         self._free_at = clock()
 
     def acquire(self, entry_count: int, size_bytes: int) -> None:

@@ -90,17 +90,14 @@ class EntryLogger:
     ) -> None:
         self.directories = tuple(directories)
         self.version = formats.VERSION_SCOPED if scoped else formats.VERSION_CURRENT
-        self._files = files
-        self._size_limit = size_limit
-        self._pick_directory = pick_directory
-        self._preallocates = preallocates
+        self._files, self._size_limit = files, size_limit
+        self._pick_directory, self._preallocates = pick_directory, preallocates
         self._log: OpenLog | None = None
         self._next: OpenLog | None = None
         self._chunk_start = 0
         self._records: list[bytes] = []
         self._unwritten: deque[Chunk] = deque()
-        self._lock = threading.Lock()
-        self._create_lock = threading.Lock()
+        self._lock, self._create_lock = threading.Lock(), threading.Lock()
         self._paths: dict[int, Path] = {}
         self._reader = LocationReader(files, self.directories, self._paths)
         self.path_of, self.read = self._reader.path_of, self._reader.read

@@ -48,12 +48,8 @@ class JournalWriter:
         scoped: bool = False,
         chance: random.Random | None = None,
     ) -> None:
-        self.directory = directory
-        self._files = files
-        self._config = config
-        self._clock_ms = clock_ms
-        self._chance = chance or random.SystemRandom()
-        self._now_s = now_s
+        self.directory, self._files, self._config = directory, files, config
+        self._clock_ms, self._now_s, self._chance = clock_ms, now_s, chance or random.SystemRandom()
         self._size_max = config.journal_max_size_mb * MEBIBYTE
         self.allocation_size = config.journal_pre_alloc_size_mb * MEBIBYTE
         self._version = self._plain_version = config.journal_format_version_to_write
@@ -61,10 +57,8 @@ class JournalWriter:
         self._sync_data = config.journal_sync_data
         self._synced_s = -math.inf
         self._file: StorageFile | None = None
-        self._journal_id = 0
         self._tag = b""
-        self._position = 0
-        self._allocated = 0
+        self._journal_id = self._position = self._allocated = 0
         self.mark = LogMark(0, 0)
         self.failed: Exception | None = None
 
