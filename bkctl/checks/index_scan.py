@@ -142,7 +142,7 @@ class IndexScan:
             yield from self._scan_database(pair.locations, self._scan_locations(pair.locations, known))
 
     def _scan_database(self, database: LedgersDatabase | LocationsDatabase, items: Scan) -> Scan:
-        """Yield the findings of `items` and then those of the files; return what `items` returns, None if damaged."""
+        """Yield the findings of `items` and then stray tables; return what `items` returns, None if damaged."""
         known: set[LedgerId] | None = None
         try:
             known = yield from items

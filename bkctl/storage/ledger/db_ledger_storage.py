@@ -407,17 +407,13 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         self.unwritten_bytes_max = config.db_storage_write_cache_max_size_mb << 20
 
     def open(self) -> None:
-        opened: list[SingleDirectoryDbLedgerStorage] = []
-        try:
+        with contextlib.ExitStack() as opened:
             for number, directory in enumerate(self.directories):
                 directory.open(number, self._count)
-                opened.append(directory)
+                opened.callback(directory.close)
             # Ledgers of any directory may be lost, whichever directory has the flag.
             self.needs_integrity_check = any(directory.metadata.needs_integrity_check for directory in self.directories)
-        except BaseException:
-            for directory in opened:
-                directory.close()
-            raise
+            opened.pop_all()
         for directory in self.directories:
             directory.needs_integrity_check = self.needs_integrity_check
         self.indexes = self.directories
