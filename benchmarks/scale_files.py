@@ -42,7 +42,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.storage.bookie_storage import open_ledger_storage
-from bkctl.storage.ledger.ledger_storage import run_flush
+from bkctl.storage.ledger.ledger_storage import run_whole
 
 ENTRIES = 3
 PAYLOAD = bytes(100)
@@ -112,8 +112,8 @@ def make(bookie: OwnBookie, uri: str, shape: str, count: int) -> None:
             record = record_of(body)
             storage.table.add(handle, [entry_id], [record], len(record))
             if number % BATCH == 0:
-                run_flush(storage)
-        run_flush(storage)
+                run_whole(storage.begin_flush, storage.flush, storage.end_flush)
+        run_whole(storage.begin_flush, storage.flush, storage.end_flush)
     storage.close()
 
 

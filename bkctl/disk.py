@@ -403,3 +403,11 @@ def atomic_write(path: Path, *, mode: int = 0o600, overwrite: bool = True) -> It
         if error.filename is None and error.errno in (*DISK_FULL, errno.EFBIG):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names in a directory, in any order; none when it is missing. Raises OSError."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []

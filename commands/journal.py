@@ -227,7 +227,7 @@ def verify(
     $ bkctl journal verify --conf bk_server.conf
     $ bkctl journal verify journal --digest CRC32C
     """
-    from bkctl.files.journal_check import check_journals
+    from bkctl.checks.journal_check import check_journals
 
     given, named, files = _journals(run, names, directories)
     checked = CheckedFiles(run.out, attrgetter("record_count"))

@@ -16,19 +16,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
 from bkctl.checks.index_rows import (
+    Columns,
     EntrySelection,
-    IndexedLogs,
     IndexRowsReader,
     LedgerNumbers,
     LocationRows,
+)
+from bkctl.checks.recheck import (
+    EntryKey,
+    IndexedLogs,
+    Recheck,
+    RecordLookup,
+    digest_reason,
     list_indexed_logs,
 )
-from bkctl.checks.recheck import Recheck, RecordLookup, digest_reason
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
@@ -38,10 +46,6 @@ from bkctl.formats.entry_log import log_id_of, pack_location
 from bkctl.formats.record import RecordType
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.pace import Pace
-
-if TYPE_CHECKING:
-    from bkctl.checks.index_rows import Columns
-    from bkctl.checks.recheck import EntryKey
 
 #: Records of a log that are compared with the index together.
 WINDOW_RECORDS: Final = 1 << 17
@@ -80,8 +84,6 @@ class LogWindow:
 
     def columns(self) -> Columns:
         """Return locations, entry ids and ledger numbers."""
-        import numpy as np
-
         find = self._numbers.find
         found = {ledger: find(ledger) for ledger in set(self.ledgers)}
         numbers = {ledger: _UNKNOWN_LEDGER if number is None else number for ledger, number in found.items()}
@@ -149,18 +151,14 @@ class IndexCheck:
                     self.counts.entries += rows.count
                     yield from self._check_logs(logs, rows)
                     self.missing.difference_update(rows.numbers.ledgers)
-            if self._digests is not None:
-                yield from self._late_mismatches(self._digests)
+            # Of entries that precede the entry which revealed their ledger's digest type.
+            for mismatch in () if self._digests is None else self._digests.late_findings():
+                if mismatch.ledger in self._selection:
+                    path = Path(mismatch.where)
+                    location = pack_location(log_id_of(path.name) or 0, mismatch.offset + 4)
+                    reason = digest_reason(mismatch)
+                    yield Finding(FindingKind.DIGEST, path, reason, mismatch.ledger, mismatch.entry_id, location)
         yield from self._unindexed_ledgers()
-
-    def _late_mismatches(self, digests: DigestChecker) -> Iterator[Finding]:
-        """Yield the mismatches of entries that precede the entry which revealed their ledger's digest type."""
-        for mismatch in digests.late_findings():
-            path = Path(mismatch.where)
-            location = pack_location(log_id_of(path.name) or 0, mismatch.offset + 4)
-            if mismatch.ledger in self._selection:
-                reason = digest_reason(mismatch)
-                yield Finding(FindingKind.DIGEST, path, reason, mismatch.ledger, mismatch.entry_id, location)
 
     def _unindexed_ledgers(self) -> Iterator[Finding]:
         if not self._unindexed:
@@ -183,7 +181,7 @@ class IndexCheck:
             # Rows between two logs point at a missing log; damage can make up any number of log ids.
             yield from self._recheck_rows(logs, rows.windows(at, first - 1), rows.numbers)
             at = end
-            if not searched and not rows.has_any(first, end - 1):
+            if not searched and next(rows.windows(first, end - 1), None) is None:
                 continue
             self.counts.logs += 1
             if is_sample or not self._may_have_selected(path):
@@ -195,7 +193,7 @@ class IndexCheck:
 
     def _may_have_selected(self, path: Path) -> bool:
         """Return False if the ledgers map of the log shows that it has no selected ledger."""
-        if self._selection.has_all_ledgers:
+        if self._selection.ledgers is None and self._selection.scope_id is None:
             return True
         try:
             with EntryLogReader.open(path) as reader:
@@ -251,8 +249,6 @@ class IndexCheck:
         self, logs: IndexedLogs, path: Path, window: LogWindow, rows: LocationRows, first: int
     ) -> Iterator[Finding]:
         """Compare a window with the rows from location `first` on, both ways."""
-        import numpy as np
-
         self._count_read(window.size_bytes, len(window))
         self.counts.records += len(window)
         locations, entries, numbers = window.columns()
@@ -283,8 +279,6 @@ class IndexCheck:
 
         Records of ledgers without an index are counted instead: their ledgers were probably deleted.
         """
-        import numpy as np
-
         for at in np.nonzero(missing)[0].tolist():
             ledger = window.ledgers[at]
             if ledger not in self._selection:

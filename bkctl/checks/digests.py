@@ -7,6 +7,7 @@ caller, from metadata, or from trying. Source: DigestManager.verifyDigest; BP-35
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from google_crc32c import extend as _crc32c_extend
@@ -62,15 +63,14 @@ class _Digest(NamedTuple):
     certain: bool = True
 
 
+@dataclass(slots=True)
 class _Ledger:
     """The state of a ledger of scope 0; `digest_type` is None until it is known."""
 
-    __slots__ = ("digest", "digest_type", "pending", "pending_count")
-
-    def __init__(self, digest_type: DigestType | None, digest: _Digest | None) -> None:
-        self.digest_type, self.digest = digest_type, digest
-        self.pending: list[tuple[int, int, str]] = []
-        self.pending_count = 0
+    digest_type: DigestType | None
+    digest: _Digest | None
+    pending: list[tuple[int, int, str]] = field(default_factory=list)
+    pending_count: int = 0
 
 
 class DigestChecker:

@@ -1,127 +1,37 @@
-"""The indexes of a bookie as rows of locations, sorted in bounded memory, and the entry logs that they point into.
+"""The indexes of a bookie as rows of locations, sorted in bounded memory.
 
-The rows come from index files, or from the databases of DbLedgerStorage. A check reads them beside the logs. Needs
-NumPy.
+The rows come from index files, or from the databases of DbLedgerStorage. A check reads them beside the logs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bkctl.checks.findings import Counts, Finding, FindingKind
+from bkctl.checks.recheck import IndexedLogs
 from bkctl.disk import Closing
-from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.files.directories import BookieDirectories, BookieFile, current_of
-from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
+from bkctl.errors import BkctlError, NotFound
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader, first_files, still_without_ledger
 from bkctl.files.rocksdb import LocationsDatabase
-from bkctl.formats.entry_log import file_name, log_id_of
 from bkctl.formats.index import SLOT_SIZE, read_location, read_location_key
-from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import U64_MAX, LedgerId
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Column = NDArray[np.uint64]
-    Columns = tuple[Column, Column, Column]
+Column = NDArray[np.uint64]
+Columns = tuple[Column, Column, Column]
 
 #: Rows that are sorted together in memory; a larger index is sorted run by run in a temporary file.
 RUN_ROWS: Final = 1 << 20
 #: Items of a database that are parsed together.
 BATCH_ITEMS: Final = 1 << 17
-
-
-# --- entry logs ---
-
-
-class IndexedLogs:
-    """Entry logs that share one id space, and the index that points into them.
-
-    `databases` is None for index files. `searched` is True if the logs are searched for entries without an index; each
-    log is searched once.
-    """
-
-    def __init__(
-        self, currents: Iterable[Path], *, scoped: bool, databases: IndexDatabases | None, searched: bool = True
-    ) -> None:
-        self.scoped, self.databases = scoped, databases
-        self.searched = searched
-        self._directories = [current / SCOPED_DIRECTORY if scoped else current for current in currents]
-
-    def paths(self) -> dict[int, Path]:
-        """Return the present logs by id."""
-        found: dict[int, Path] = {}
-        for directory in self._directories:
-            with suppress(OSError):
-                for path in directory.iterdir():
-                    if (log_id := log_id_of(path.name)) is not None:
-                        found.setdefault(log_id, path)
-        return found
-
-    def missing_path(self, log_id: int) -> Path:
-        """Return the path that a missing log would have."""
-        return self._directories[0] / file_name(log_id)
-
-
-def list_indexed_logs(directories: BookieDirectories, indexes: BookieIndexes, counts: Counts) -> list[IndexedLogs]:
-    """Return the logs of each pair of databases, then the logs of the index files, scope 0 before scoped.
-
-    Databases that cannot be opened are noted in `counts`. Raises UsageError if the logs of a database are ambiguous.
-    """
-    currents = list(dict.fromkeys(map(current_of, directories.ledger_dirs)))
-    pairs = indexes.databases()
-    for error in indexes.problems:
-        counts.note_error(error)
-    found = [
-        IndexedLogs([_log_directory(directories, pair, pairs)], scoped=pair.ledgers.scoped, databases=pair)
-        for pair in pairs
-    ]
-    for scoped in (False, True):
-        searched = not indexes.problems and not any(pair.ledgers.scoped == scoped for pair in pairs)
-        found.append(IndexedLogs(currents, scoped=scoped, databases=None, searched=searched))
-    return found
-
-
-def _log_directory(directories: BookieDirectories, pair: IndexDatabases, pairs: list[IndexDatabases]) -> Path:
-    """Return the directory of the logs that a database points into.
-
-    A database beside logs points into them. With separate index directories, the ledger directory at the same position
-    of the settings has the logs. Source: DbLedgerStorage.initialize.
-    """
-    own = pair.ledgers.path.parent
-    ledger_dirs = list(dict.fromkeys(map(current_of, directories.ledger_dirs)))
-    index_dirs = list(dict.fromkeys(map(current_of, directories.index_dirs)))
-    if directories.ledger_dirs != directories.index_dirs:
-        if len(ledger_dirs) == len(index_dirs):
-            return ledger_dirs[index_dirs.index(own)]
-    elif _holds_logs(own) or len(ledger_dirs) == 1:
-        return own
-    databases = list(dict.fromkeys(other.ledgers.path.parent for other in pairs))
-    candidates = [current for current in ledger_dirs if current not in databases and _holds_logs(current)]
-    if not candidates:
-        return own
-    if len(candidates) == 1 == len(databases):
-        return candidates[0]
-    if len(candidates) == len(databases):
-        return candidates[databases.index(own)]
-    raise UsageError(
-        f"The logs of {own} may be in any of {len(candidates)} directories", hint="use --conf bk_server.conf"
-    )
-
-
-def _holds_logs(current: Path) -> bool:
-    return any(
-        log_id_of(path.name) is not None
-        for directory in (current, current / SCOPED_DIRECTORY)
-        if directory.is_dir()
-        for path in directory.iterdir()
-    )
 
 
 # --- rows ---
@@ -174,8 +84,6 @@ class LocationRows(Closing):
             self._sort(to_file=True)
 
     def _sort(self, *, to_file: bool) -> None:
-        import numpy as np
-
         if not self._chunks:
             return
         columns = [np.concatenate(column) for column in zip(*self._chunks, strict=True)]
@@ -189,21 +97,13 @@ class LocationRows(Closing):
         self._runs.append((columns[0], columns[1], columns[2]))
 
     def _write(self, column: Column) -> Column:
-        import numpy as np
-
         at = self._file.seek(0, 2)
         self._file.write(column.data)
         self._file.flush()
         return np.memmap(self._file, np.uint64, "r", at, column.shape)
 
-    def has_any(self, first: int, last: int) -> bool:
-        """Return True if any row has a location from `first` to `last`, both included."""
-        return next(self.windows(first, last), None) is not None
-
     def windows(self, first: int, last: int) -> Iterator[Columns]:
         """Yield the rows with locations `first` to `last`, both included, in order: up to RUN_ROWS or so at a time."""
-        import numpy as np
-
         if last < first:
             return
         self._sort(to_file=False)
@@ -240,8 +140,6 @@ class LocationRows(Closing):
 
 def choose_sample(ledger: LedgerId, entries: Column, share: float, seed: int) -> Any:
     """Return a bool for each entry, True if it is in the sample. The same seed chooses the same entries."""
-    import numpy as np
-
     mixed = (ledger.value ^ ledger.scope_id ^ seed * 0x9E3779B97F4A7C15) & U64_MAX
     with np.errstate(over="ignore"):
         # splitmix64 chooses neighbouring entries independently of each other.
@@ -269,11 +167,6 @@ class EntrySelection:
 
     def __contains__(self, ledger: LedgerId) -> bool:
         return (self.ledgers is None or ledger in self.ledgers) and self.scope_id in (None, ledger.scope_id)
-
-    @property
-    def has_all_ledgers(self) -> bool:
-        """Return True if no ledger is left out."""
-        return self.ledgers is None and self.scope_id is None
 
 
 class IndexRowsReader:
@@ -304,8 +197,6 @@ class IndexRowsReader:
                 self._counts.note_error(error)
 
     def _read_index_file(self, ledger: LedgerId, path: Path, rows: LocationRows) -> None:
-        import numpy as np
-
         number = rows.numbers.number(ledger)
         with LedgerIndexReader.open(path) as reader:
             for first, page in reader.pages():
@@ -316,8 +207,6 @@ class IndexRowsReader:
                     self._add(rows, ledger, number, locations[present], entries)
 
     def _add(self, rows: LocationRows, ledger: LedgerId, number: int, locations: Column, entries: Column) -> None:
-        import numpy as np
-
         selection = self._selection
         if selection.sample is not None:
             chosen = choose_sample(ledger, entries, selection.sample, selection.seed)
@@ -349,8 +238,6 @@ class IndexRowsReader:
 
     def _location_groups(self, database: LocationsDatabase) -> Iterator[tuple[LedgerId, Column, Column]]:
         """Yield (ledger, locations, entry ids), ledger by ledger; a large ledger in several parts."""
-        import numpy as np
-
         width = 3 if database.scoped else 2
         for batch in self._location_batches(database):
             keys, values = zip(*batch, strict=True)
@@ -373,26 +260,3 @@ class IndexRowsReader:
         for ledger in sorted(self._selection.ledgers):
             if ledger.is_scoped == database.scoped:
                 yield from database.batches_of(ledger, count=BATCH_ITEMS)
-
-
-def still_without_ledger(directories: BookieDirectories, path: Path, ledgers: Collection[LedgerId]) -> list[LedgerId]:
-    """Return the ledgers of which the database of locations `path` has locations, and that still have no ledger.
-
-    A running bookie writes locations before their ledger, so the databases are opened once more.
-    """
-    with BookieIndexes(directories) as now:
-        pairs = [pair for pair in now.databases() if pair.locations.path == path]
-        return [
-            ledger
-            for ledger in ledgers
-            for pair in pairs
-            if pair.ledgers.get(ledger) is None and pair.locations.last_entry_id(ledger) >= 0
-        ]
-
-
-def first_files(indexes: BookieIndexes) -> Iterator[tuple[LedgerId, BookieFile, Path]]:
-    """Yield the index files, each with the path of its ledger's first one, which a bookie uses."""
-    firsts: dict[LedgerId, Path] = {}
-    for file in indexes.files():
-        if isinstance(file.id, LedgerId):
-            yield file.id, file, firsts.setdefault(file.id, file.path)

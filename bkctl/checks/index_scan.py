@@ -5,17 +5,16 @@ Source: LedgersIndexCheckOp (which reads the ledgers database alone).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
-from bkctl.checks.index_rows import first_files, still_without_ledger
 from bkctl.checks.recheck import Recheck
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
 from bkctl.files.entry_log import EntryLogReader
-from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
+from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader, first_files, still_without_ledger
 from bkctl.files.listing import log_contents
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase, check_write_ahead_logs
 from bkctl.formats.entry import read_lac_header
@@ -33,6 +32,8 @@ from bkctl.ids import U64_MAX, LedgerId
 
 #: No entry begins before this byte of a log.
 FIRST_OFFSET: Final = LOG_HEADER_SIZE + 4
+#: Yields findings; returns the ledgers of a pair of databases, None if they are unknown.
+Scan = Generator[Finding, None, set[LedgerId] | None]
 
 
 class IndexScan:
@@ -134,31 +135,30 @@ class IndexScan:
     # --- databases ----------------------------------------------------------------------------------------------
 
     def _scan_pair(self, pair: IndexDatabases) -> Iterator[Finding]:
-        known: set[LedgerId] = set()
-        complete = False
+        known: set[LedgerId] | None = None
         if self._ledgers:
-            try:
-                yield from self._scan_ledgers(pair.ledgers, known)
-                complete = True
-            except BkctlError as error:
-                self.counts.note_error(error)
-            yield from self._scan_files_of(pair.ledgers)
+            known = yield from self._scan_database(pair.ledgers, self._scan_ledgers(pair.ledgers))
         if self._locations:
-            try:
-                yield from self._scan_locations(pair.locations, known if complete else None)
-            except BkctlError as error:
-                self.counts.note_error(error)
-            yield from self._scan_files_of(pair.locations)
+            yield from self._scan_database(pair.locations, self._scan_locations(pair.locations, known))
 
-    def _scan_files_of(self, database: LedgersDatabase | LocationsDatabase) -> Iterator[Finding]:
-        for error in check_write_ahead_logs(database.path):
+    def _scan_database(self, database: LedgersDatabase | LocationsDatabase, items: Scan) -> Scan:
+        """Yield the findings of `items` and then stray tables; return what `items` returns, None if damaged."""
+        known: set[LedgerId] | None = None
+        try:
+            known = yield from items
+        except BkctlError as error:
             self.counts.note_error(error)
+        for damage in check_write_ahead_logs(database.path):
+            self.counts.note_error(damage)
         for path in database.stray_tables():
             reason = "a table that the MANIFEST does not name: a running bookie deletes it, or the MANIFEST lost it"
             yield Finding(FindingKind.STRAY_TABLE, path, reason)
+        return known
 
-    def _scan_ledgers(self, database: LedgersDatabase, known: set[LedgerId]) -> Iterator[Finding]:
+    def _scan_ledgers(self, database: LedgersDatabase) -> Scan:
+        """Return the ledgers."""
         path, name = database.path, str(database.path)
+        known: set[LedgerId] = set()
         last: LedgerId | None = None
         homes = (
             [current_of(directory) for directory in self._directories.index_dirs]
@@ -196,8 +196,9 @@ class IndexScan:
             home = homes[misplaced.value % len(homes)]
             reason = f"the bookie looks for the ledger in {home}; ledgers here that it does not find: {count:,}"
             yield Finding(FindingKind.WRONG_DIRECTORY, path, reason, misplaced)
+        return known
 
-    def _scan_locations(self, database: LocationsDatabase, known: set[LedgerId] | None) -> Iterator[Finding]:
+    def _scan_locations(self, database: LocationsDatabase, known: set[LedgerId] | None) -> Scan:
         path, name = database.path, str(database.path)
         last: LedgerId | None = None
         with_entries = 0
@@ -220,6 +221,7 @@ class IndexScan:
                     yield Finding(FindingKind.NO_LEDGER, path, reason, ledger)
         if known is not None:
             self.counts.empty_ledgers += len(known) - with_entries
+        return known
 
 
 def _check_ledger_facts(

@@ -150,14 +150,20 @@ def check_entry_log(
             if indexes is not None and check.log_id is not None:
                 reader.is_indexed = partial(indexes.points_to, check.log_id)
             _check_records(reader, check, checker, pace or Pace())
-            _check_end(reader, check, is_newest=is_newest)
+            if check.state is ScanState.TORN:
+                cut = max(0, reader.size() - reader.position)
+                check.behind = Salvage(cut)
+                if not is_newest:  # no bookie will complete it
+                    check.contradictions.append(
+                        f"The last record is cut at byte {reader.position}, {cut:,} bytes of it are here, and newer "
+                        "logs follow: a crash left it so, or bytes were lost"
+                    )
     except NotFound:
         return None
     except BkctlError as error:
         check.state, check.error = ScanState.UNREADABLE, error
     if checker is not None and before is not None:
-        for mismatch in checker.late_findings():
-            _keep(check, mismatch)
+        check.mismatches += list(checker.late_findings())[: MISMATCHES_MAX - len(check.mismatches)]
         after = checker.counts()
         check.digests = DigestCounts(
             dict(Counter(after.matched) - Counter(before.matched)),
@@ -167,11 +173,6 @@ def check_entry_log(
             after.without_password - before.without_password,
         )
     return check
-
-
-def _keep(check: LogCheck, mismatch: DigestMismatchAt) -> None:
-    if len(check.mismatches) < MISMATCHES_MAX:
-        check.mismatches.append(mismatch)
 
 
 def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None, pace: Pace) -> None:
@@ -189,8 +190,8 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
             behind_map += len(batch) if map_at is not None else 0
             sizes.update(batch.sizes_by_ledger())
             if checker is not None:
-                for mismatch in checker.check_batch(batch, reader.name):
-                    _keep(check, mismatch)
+                found = checker.check_batch(batch, reader.name)
+                check.mismatches += found[: MISMATCHES_MAX - len(check.mismatches)]
             pace.take(reader.position - position, len(batch))
             position = reader.position
     except (Corrupt, Unsupported) as error:
@@ -231,19 +232,6 @@ def _check_map(reader: EntryLogReader, check: LogCheck, map_at: int | None, coun
             check.contradictions.append(
                 f"The ledgers map gives {expected:,} bytes to ledger {ledger}, which has {held}"
             )
-
-
-def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> None:
-    """Note a cut tail that no bookie will complete."""
-    if check.state is not ScanState.TORN:
-        return
-    size_bytes = max(0, reader.size() - reader.position)
-    check.behind = Salvage(size_bytes)
-    if not is_newest:
-        check.contradictions.append(
-            f"The last record is cut at byte {reader.position}, {size_bytes:,} bytes of it are here, and newer logs "
-            "follow: a crash left it so, or bytes were lost"
-        )
 
 
 def look_behind(reader: EntryLogReader, start: int) -> Salvage:

@@ -56,19 +56,14 @@ class EntryLogReader(FileReader):
     Unsupported (an unknown version).
     """
 
-    def __init__(self, path: Path | str) -> None:
-        super().__init__(path)
+    def _begin(self) -> None:
         self.position = HEADER_SIZE
         self.end = ScanState.END_OF_FILE
         #: Returns whether the index points to a record, None if it cannot tell. Where nothing can, records within a
         #: record count as proof that its size is bad.
         self.is_indexed: Callable[[Record], bool | None] = lambda record: None
-        try:
-            start = self.read(0, HEADER_SIZE)
-            self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
-        except BkctlError:
-            self.close()
-            raise
+        start = self.read(0, HEADER_SIZE)
+        self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
         self.log_id = log_id_of(self.path.name)
 
     def records(self, start: int = 0, end: int | None = None, *, special: bool = False) -> Iterator[Record]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
@@ -53,13 +53,8 @@ class LedgerIndexReader(FileReader):
     Raises NotFound, UsageError (a directory), CorruptRecord and TruncatedRecord (the header), Unsupported.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        super().__init__(path)
-        try:
-            self.header = read_header(self.read(0, HEADER_SIZE) or self._header_of_new_file(), self.name)
-        except BkctlError:
-            self.close()
-            raise
+    def _begin(self) -> None:
+        self.header = read_header(self.read(0, HEADER_SIZE) or self._header_of_new_file(), self.name)
         self.ledger = ledger_of_index_path(str(self.path.absolute()).removesuffix(RELOCATION_SUFFIX))
 
     def _header_of_new_file(self) -> bytes:
@@ -375,3 +370,26 @@ class BookieIndexes(Closing):
         name = index_path(ledger) + suffix
         currents = dict.fromkeys(map(current_of, self._directories.index_dirs))
         return [path for current in currents if (path := current / name).exists()]
+
+
+def still_without_ledger(directories: BookieDirectories, path: Path, ledgers: Collection[LedgerId]) -> list[LedgerId]:
+    """Return the ledgers of which the database of locations `path` has locations, and that still have no ledger.
+
+    A running bookie writes locations before their ledger, so the databases are opened once more.
+    """
+    with BookieIndexes(directories) as now:
+        pairs = [pair for pair in now.databases() if pair.locations.path == path]
+        return [
+            ledger
+            for ledger in ledgers
+            for pair in pairs
+            if pair.ledgers.get(ledger) is None and pair.locations.last_entry_id(ledger) >= 0
+        ]
+
+
+def first_files(indexes: BookieIndexes) -> Iterator[tuple[LedgerId, BookieFile, Path]]:
+    """Yield the index files, each with the path of its ledger's first one, which a bookie uses."""
+    firsts: dict[LedgerId, Path] = {}
+    for file in indexes.files():
+        if isinstance(file.id, LedgerId):
+            yield file.id, file, firsts.setdefault(file.id, file.path)

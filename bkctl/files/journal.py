@@ -33,7 +33,7 @@ from sys import maxsize
 from typing import Final, NamedTuple
 
 from bkctl.disk import SECTOR_SIZE_BYTES
-from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
+from bkctl.errors import Corrupt, CorruptRecord, Unsupported
 from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScannedFile, ScanState, record_start, take_entries
 from bkctl.files.windows import FileReader, WindowCursor
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
@@ -97,14 +97,9 @@ class JournalReader(FileReader):
     Raises NotFound, UsageError (a directory), Unsupported (an unknown version).
     """
 
-    def __init__(self, path: Path | str) -> None:
-        super().__init__(path)
-        try:
-            header = self.read(0, HEADER.size + TAG_SIZE)
-            self.version = read_header(header[: HEADER.size], self.name)
-        except BkctlError:
-            self.close()
-            raise
+    def _begin(self) -> None:
+        header = self.read(0, HEADER.size + TAG_SIZE)
+        self.version = read_header(header[: HEADER.size], self.name)
         self.journal_id = journal_id_of(self.path.name)
         self._tag = read_tag(header, self.version)
         self.header_size = header_size(self.version)
@@ -323,7 +318,9 @@ class JournalReader(FileReader):
             step = self._step(at) if at < data_end else None
             if step is None:
                 # Only the end of the data, or an incomplete last group, may follow the whole groups.
-                if not is_first and (at >= data_end or self._is_lost(at) or self._is_cut(at)):
+                (size,) = RECORD_SIZE.unpack(self.read(at, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
+                is_cut = BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX
+                if not is_first and (at >= data_end or self._is_lost(at) or is_cut):
                     return first
                 continue
             end, is_padding = step
@@ -378,11 +375,6 @@ class JournalReader(FileReader):
             or tail.endswith(_PADDING_START + bytes(RECORD_SIZE.size))
             or any(tail.endswith(RECORD_SIZE.pack(each) + bytes(each)) for each in range(max(1, zeros - 3), zeros + 1))
         )
-
-    def _is_cut(self, at: int) -> bool:
-        """Return True if the file ends in a record at byte `at`."""
-        (size,) = RECORD_SIZE.unpack(self.read(at, RECORD_SIZE.size))
-        return bool(BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX)
 
     def _data_end(self, at: int) -> int:
         """Return the end of the last data behind byte `at`: only zeros follow."""

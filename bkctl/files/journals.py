@@ -208,34 +208,24 @@ class _GroupCounter:
     def __init__(self, found: JournalStatistics, header_size: int) -> None:
         self._found = found
         self._start = self._expected = header_size
-        self._count = self._bytes_max = 0
+        found.group_count = found.group_bytes_max = 0
 
     def add(self, batch: RecordBatch) -> None:
         """Count the records of a batch, which follow the records added before."""
-        ends = [offset + 4 + size for offset, size in zip(batch.offsets, batch.sizes, strict=True)]
-        for previous_end, offset in zip([self._expected, *ends], batch.offsets, strict=False):
-            if offset != previous_end:
-                self._end_group(offset)
-                self._add_padding(offset - previous_end)
-                self._start = offset
-        self._expected = ends[-1]
+        for offset, size in zip(batch.offsets, batch.sizes, strict=True):
+            if offset != self._expected:
+                self.end_group(offset)
+            self._expected = offset + 4 + size
 
-    def finish(self, end: int) -> None:
-        """Count the last group; the journal's records and padding end at byte `end`."""
-        if end > self._expected:
-            self._end_group(end)
-            self._add_padding(end - self._expected)
-        elif self._expected > self._start:
-            self._end_group(self._expected)
-        self._found.group_count, self._found.group_bytes_max = self._count, self._bytes_max
-
-    def _end_group(self, end: int) -> None:
-        self._count += 1
-        self._bytes_max = max(self._bytes_max, end - self._start)
-
-    def _add_padding(self, size_bytes: int) -> None:
-        self._found.padding_count += 1
-        self._found.padding_bytes += size_bytes
+    def end_group(self, end: int) -> None:
+        """Count the group whose records were added; its padding ends at byte `end`."""
+        found, padding = self._found, end - self._expected
+        if end > self._start:
+            found.group_count = (found.group_count or 0) + 1
+            found.group_bytes_max = max(found.group_bytes_max or 0, end - self._start)
+            found.padding_count += padding > 0
+            found.padding_bytes += padding
+            self._start = end
 
 
 def _count(reader: JournalReader, found: JournalStatistics) -> None:
@@ -258,4 +248,4 @@ def _count(reader: JournalReader, found: JournalStatistics) -> None:
     except (Corrupt, Unsupported) as error:
         found.error = error
     if groups is not None:
-        groups.finish(reader.position)
+        groups.end_group(reader.position)

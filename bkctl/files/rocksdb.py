@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +62,12 @@ def link_files(path: Path, view: Path) -> None:
     base = path.absolute()
     for name in names:
         os.symlink(base / name, view / name)
-    _allow_open_files(len(names))
+    # A large database has many files: raise the limit, up to the hard one.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(names) + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def check_manifest(path: Path) -> None:
@@ -87,17 +93,6 @@ def _check_log(path: Path) -> None:
                         raise CorruptRecord("Zeros are followed by data", offset=data, where=file.name)
                     return
             at += len(window)
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files for a large database, up to the hard limit."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + 256
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        limit = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def check_write_ahead_logs(path: Path) -> Iterator[Corrupt]:
@@ -446,7 +441,12 @@ def write_options(for_locations: bool, config: BookieConfig) -> Any:
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     if for_locations:
-        _set_location_options(options, table, config)
+        table.set_block_size(config.db_storage_rocksdb_block_size)
+        if config.db_storage_rocksdb_bloom_filter_bits_per_key > 0:
+            table.set_bloom_filter(config.db_storage_rocksdb_bloom_filter_bits_per_key, False)
+        table.set_block_cache(_location_cache(config))
+        table.set_cache_index_and_filter_blocks(True)
+        _set_location_sizes(options, config)
     else:
         options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
         options.set_compression_type(DBCompressionType.snappy())
@@ -456,15 +456,6 @@ def write_options(for_locations: bool, config: BookieConfig) -> Any:
     options.set_keep_log_file_num(30)
     options.set_log_file_time_to_roll(24 * 3600)
     return options
-
-
-def _set_location_options(options: Any, table: Any, config: BookieConfig) -> None:
-    table.set_block_size(config.db_storage_rocksdb_block_size)
-    if config.db_storage_rocksdb_bloom_filter_bits_per_key > 0:
-        table.set_bloom_filter(config.db_storage_rocksdb_bloom_filter_bits_per_key, False)
-    table.set_block_cache(_location_cache(config))
-    table.set_cache_index_and_filter_blocks(True)
-    _set_location_sizes(options, config)
 
 
 def location_families(path: Path, config: BookieConfig) -> dict[str, Any] | None:

@@ -13,8 +13,11 @@ from typing import Final, TypeVar
 
 from bkctl.errors import Corrupt, CorruptRecord
 from bkctl.files.directories import BookieFile, FileKind
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.journal import JournalReader
 from bkctl.files.windows import FileReader
 from bkctl.formats import entry_log
+from bkctl.formats.journal import LogMark
 from bkctl.formats.status import BookieStatus
 
 #: The facts in a file: JSON name → value.
@@ -34,8 +37,39 @@ def read_detail(file: BookieFile) -> Detail | None:
     logId, and sourceLogId once it is known. Raises Corrupt or Unsupported, naming file and byte; NotFound if the file
     was just deleted; BkctlError if unreadable.
     """
-    reader = _READERS.get(file.kind)
-    return None if reader is None else reader(file)
+    match file.kind:
+        case FileKind.COOKIE:
+            from bkctl.formats.metadata import Cookie
+
+            cookie = read_small(file.path, Cookie.parse)
+            return {
+                "layoutVersion": cookie.layout_version,
+                "bookieId": cookie.bookie_id,
+                "journalDirs": list(cookie.journal_dirs),
+                "ledgerDirs": list(cookie.ledger_dirs),
+                "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
+                "instanceId": cookie.instance_id,
+            }
+        case FileKind.LAST_MARK:
+            mark = read_small(file.path, LogMark.parse)
+            return {"journalId": mark.journal_id, "journalIdHex": f"{mark.journal_id:x}", "offset": mark.offset}
+        case FileKind.LAST_ID:
+            log_id = read_small(file.path, _parse_last_id)
+            return {"logId": log_id, "logIdHex": f"{log_id:x}"}
+        case FileKind.STATUS:
+            status = read_small(file.path, BookieStatus.parse)
+            return {"mode": status.mode.value, "updated": status.updated_ms, "manual": status.manual}
+        case FileKind.JOURNAL:
+            with JournalReader.open(file.path) as journal:
+                return {"version": journal.version}
+        case FileKind.ENTRY_LOG:
+            with EntryLogReader.open(file.path) as log:
+                return {"version": None if log.header is None else log.header.version}
+        case FileKind.COMPACTION:
+            name = entry_log.compaction_of(file.path.name)
+            assert name is not None
+            return {"logId": name.log_id, "sourceLogId": name.source_id}
+    return None
 
 
 def read_small(path: Path, parse: Callable[[bytes, str], T]) -> T:
@@ -55,32 +89,6 @@ def read_small(path: Path, parse: Callable[[bytes, str], T]) -> T:
     raise AssertionError
 
 
-def _cookie(file: BookieFile) -> Detail:
-    from bkctl.formats.metadata import Cookie
-
-    cookie = read_small(file.path, Cookie.parse)
-    return {
-        "layoutVersion": cookie.layout_version,
-        "bookieId": cookie.bookie_id,
-        "journalDirs": list(cookie.journal_dirs),
-        "ledgerDirs": list(cookie.ledger_dirs),
-        "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
-        "instanceId": cookie.instance_id,
-    }
-
-
-def _last_mark(file: BookieFile) -> Detail:
-    from bkctl.formats.journal import LogMark
-
-    mark = read_small(file.path, LogMark.parse)
-    return {"journalId": mark.journal_id, "journalIdHex": f"{mark.journal_id:x}", "offset": mark.offset}
-
-
-def _last_id(file: BookieFile) -> Detail:
-    log_id = read_small(file.path, _parse_last_id)
-    return {"logId": log_id, "logIdHex": f"{log_id:x}"}
-
-
 def _parse_last_id(data: bytes, where: str) -> int:
     log_id = entry_log.read_last_id(data)
     if log_id is None and data.strip().strip(b"0") == b"" != data.strip():
@@ -90,39 +98,3 @@ def _parse_last_id(data: bytes, where: str) -> int:
         shown = repr(data[:40].decode("ascii", "backslashreplace"))
         raise CorruptRecord(f"Last log id is {shown}, not a hexadecimal number", offset=0, where=where)
     return log_id
-
-
-def _status(file: BookieFile) -> Detail:
-    status = read_small(file.path, BookieStatus.parse)
-    return {"mode": status.mode.value, "updated": status.updated_ms, "manual": status.manual}
-
-
-def _journal(file: BookieFile) -> Detail:
-    from bkctl.files.journal import JournalReader
-
-    with JournalReader.open(file.path) as reader:
-        return {"version": reader.version}
-
-
-def _entry_log(file: BookieFile) -> Detail:
-    from bkctl.files.entry_log import EntryLogReader
-
-    with EntryLogReader.open(file.path) as reader:
-        return {"version": None if reader.header is None else reader.header.version}
-
-
-def _compaction(file: BookieFile) -> Detail:
-    name = entry_log.compaction_of(file.path.name)
-    assert name is not None
-    return {"logId": name.log_id, "sourceLogId": name.source_id}
-
-
-_READERS: Final[Mapping[FileKind, Callable[[BookieFile], Detail]]] = {
-    FileKind.COOKIE: _cookie,
-    FileKind.LAST_MARK: _last_mark,
-    FileKind.LAST_ID: _last_id,
-    FileKind.STATUS: _status,
-    FileKind.JOURNAL: _journal,
-    FileKind.ENTRY_LOG: _entry_log,
-    FileKind.COMPACTION: _compaction,
-}

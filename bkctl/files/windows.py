@@ -45,6 +45,14 @@ class FileReader(Closing):
             raise UsageError(
                 f"{name} is a directory, a file is needed" if stat.S_ISDIR(mode) else f"{name} is not a regular file"
             )
+        try:
+            self._begin()
+        except BkctlError:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        """Read the header of a file that has one; its errors are the constructor's."""
 
     @classmethod
     def open(cls, path: Path | str) -> Self:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,18 +25,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bkctl.checks.index_rows import first_files
 from bkctl.disk import DIRECTORY_MODE, Files
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.conversion import DB, ConversionState
 from bkctl.files.directories import BookieDirectories
-from bkctl.files.index import BookieIndexes, LedgerIndexReader
+from bkctl.files.index import BookieIndexes, LedgerIndexReader, first_files
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry_log import log_id_of, unpack_location
 from bkctl.formats.index import ENTRY_ID_MAX, LedgerData, index_path
 from bkctl.formats.names import CONVERSION_NAME, DATABASE_NAMES, ROCKSDB_CURRENT, UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
-from bkctl.repair.index_contents import Progress, header_data
+from bkctl.repair.index_contents import IndexedEntry, Progress, header_data
 from bkctl.repair.layout import BookieLayout, backup_name, prepare_building, sync_tree, time_stamp
 from bkctl.repair.regenerate import INDEX, IndexFileBuilder
 
@@ -62,15 +61,6 @@ class ConvertedDirectory:
     backups: list[Path] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Conversion:
-    """The result of a conversion. `resumed`: a killed conversion was continued. `done` is False after a dry run."""
-
-    directories: list[ConvertedDirectory]
-    resumed: bool = False
-    done: bool = False
-
-
 class IndexedLedger(NamedTuple):
     """One ledger of the old index. `number` is the directory of its new index; `places` are its entries, in order."""
 
@@ -88,7 +78,7 @@ def convert(
     dry_run: bool = False,
     files: Files | None = None,
     progress: Progress = lambda _: None,
-) -> Conversion:
+) -> IndexConverter:
     """Convert a bookie's index to DB or INTERLEAVED. The caller holds the directories.
 
     A conversion killed at any point resumes at the next call. `progress` gets every entry twice (built, verified).
@@ -98,39 +88,40 @@ def convert(
     files = files or Files()
     converter = (DatabaseConverter if to == DB else IndexFileConverter)(layout, files, progress)
     path, fingerprint = layout.index_dirs[0] / CONVERSION_NAME, _fingerprint(layout)
-    state, result = ConversionState.read(path), converter.result
-    result.resumed = state is not None and state.fingerprint == fingerprint
+    state = ConversionState.read(path)
+    converter.resumed = state is not None and state.fingerprint == fingerprint
     if state is not None:
-        _refuse_conflicts(state, path, to, len(result.directories), fingerprint)
+        _refuse_conflicts(state, path, to, len(converter.directories), fingerprint)
     is_built = state is not None and state.swapping
     if not is_built:
         converter.check()
     if dry_run:
-        for source in () if is_built else converter.read_old():  # counts the ledgers and entries of the result
+        for source in () if is_built else converter.read_old():  # counts the ledgers and entries
             progress(sum(1 for _ in source.places))
-        return result
+        return converter
     if state is None or not is_built:
         # Resume only if the files of the bookie are unchanged since the conversion began.
         if state is None or state.fingerprint != fingerprint:
             state = ConversionState(to, _free_stamp(layout), fingerprint)
-            converter.clear()
+            for target in converter.targets():
+                prepare_building(target)
             state.write(path, files)
         state = converter.build(state, path)
         converter.verify()
-        state = state._replace(swapping=True, counts=tuple((row.ledgers, row.entries) for row in result.directories))
+        state = state._replace(swapping=True, counts=tuple((row.ledgers, row.entries) for row in converter.directories))
         state.write(path, files)
-    for row, (ledgers, entries) in zip(result.directories, state.counts, strict=True):
+    for row, (ledgers, entries) in zip(converter.directories, state.counts, strict=True):
         row.ledgers, row.entries = ledgers, entries
     converter.swap(state.stamp)
     if discard_old:  # While the progress file is there, another call continues the removal.
-        for row in result.directories:
+        for row in converter.directories:
             for backup in row.backups:
                 shutil.rmtree(backup)
             row.backups = []
     files.remove(path)
     files.sync_directory(path.parent)
-    result.done = True
-    return result
+    converter.done = True
+    return converter
 
 
 def _refuse_conflicts(state: ConversionState, path: Path, to: str, directory_count: int, fingerprint: str) -> None:
@@ -178,12 +169,17 @@ def _fingerprint(layout: BookieLayout) -> str:
 
 
 class IndexConverter(ABC):
-    """One direction of a conversion. `result` counts ledgers and entries while they are read."""
+    """One direction of a conversion, and its result: `directories` count ledgers and entries while they are read.
+
+    `resumed`: a killed conversion was continued. `done` stays False in a dry run.
+    """
+
+    resumed = done = False
 
     def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
         self._files, self._progress = files, progress
         self.storages = layout.storages()
-        self.result = Conversion([ConvertedDirectory(storage.index_dir) for storage in self.storages])
+        self.directories = [ConvertedDirectory(storage.index_dir) for storage in self.storages]
         self._directories = BookieDirectories(index_dirs=layout.index_dirs)
 
     @abstractmethod
@@ -210,11 +206,6 @@ class IndexConverter(ABC):
     def targets(self) -> list[Path]:
         """Return the directories that the new index is built for, as `prepare_building` takes them."""
 
-    def clear(self) -> None:
-        """Remove an unfinished index that an earlier conversion built."""
-        for target in self.targets():
-            prepare_building(target)
-
     @abstractmethod
     def swap(self, stamp: str) -> None:
         """Move the new index into place and the old one to its backup. Steps that are done already are skipped."""
@@ -225,7 +216,7 @@ class IndexConverter(ABC):
         with self.writer() as writer:
             for source in self.read_old(state):
                 writer.add(source.ledger, source.data, source.number)
-                count = writer.put(source.ledger, source.places)
+                count = writer.put_all((source.ledger, *place) for place in source.places)
                 self._progress(count)
                 ledger_count, entry_count = ledger_count + 1, entry_count + count
                 if ledger_count >= LEDGERS_PER_CHECKPOINT or entry_count >= ENTRIES_PER_CHECKPOINT:
@@ -241,7 +232,7 @@ class IndexConverter(ABC):
 
     def verify(self) -> None:
         """Compare every ledger and entry of the old and the new index. Raises Corrupt if they differ."""
-        for row in self.result.directories:
+        for row in self.directories:
             row.ledgers = row.entries = 0
         for source in self.read_old():
             found = self.read_new(source.ledger, source.number)
@@ -253,13 +244,13 @@ class IndexConverter(ABC):
                     raise _difference(source.ledger, f"entry {(old or new)[0]}")
                 count += 1
             self._progress(count)
-        for number, row in enumerate(self.result.directories):
+        for number, row in enumerate(self.directories):
             if self.count_new(number) != row.ledgers:
                 raise Corrupt(f"The old and the new index of {row.path} differ in their ledgers: nothing was replaced")
 
     def count(self, number: int, places: Iterator[EntryPlace]) -> Iterator[EntryPlace]:
         """Yield `places`, and count a ledger and its entries for directory `number`."""
-        row = self.result.directories[number]
+        row = self.directories[number]
         row.ledgers += 1
         for place in places:
             row.entries += 1
@@ -320,9 +311,9 @@ class _DatabasePairs(ExitStack):
         self._databases = self.get(number, ledger.is_scoped)
         self._databases[0].put(ledger, data)
 
-    def put(self, ledger: LedgerId, places: Iterator[EntryPlace]) -> int:
-        """Write the entries of the ledger that was added last; return their number."""
-        return self._databases[1].put_all((ledger, *place) for place in places)
+    def put_all(self, entries: Iterable[IndexedEntry]) -> int:
+        """Set the locations of entries of the ledger that was added last; return their number."""
+        return self._databases[1].put_all(entries)
 
     def sync(self) -> None:
         """Sync every database to disk; locations before their ledgers."""
@@ -355,8 +346,12 @@ class DatabaseConverter(IndexConverter):
         if not self.paths:
             where = ", ".join(str(storage.index_dir) for storage in self.storages)
             raise UsageError(f"No index files found in {where}", hint="is the bookie converted already?")
-        for storage in self.storages:
-            _refuse_links(storage.index_dir)
+        for entry in (entry for storage in self.storages for entry in os.scandir(storage.index_dir)):
+            if _LEVEL_NAME.fullmatch(entry.name) and entry.is_symlink():
+                raise Unsupported(
+                    f"{entry.path} is a symbolic link and cannot be renamed to a backup",
+                    hint="replace the link by the directory that it points to",
+                )
         for storage in self.storages:
             for path in (storage.index_dir / "ledgers", storage.index_dir / "scoped-ledgers"):
                 with suppress(NotFound), LedgersDatabase.open(path) as database:
@@ -429,7 +424,7 @@ class DatabaseConverter(IndexConverter):
         return data, ((entry_id, location) for _, entry_id, location in locations.locations(ledger))
 
     def swap(self, stamp: str) -> None:
-        for row, storage in zip(self.result.directories, self.storages, strict=True):
+        for row, storage in zip(self.directories, self.storages, strict=True):
             current = storage.index_dir
             for name in DATABASE_NAMES:
                 building, target = self._building(storage.number, name), current / name
@@ -448,15 +443,6 @@ def _open_to_write(kind: Any, path: Path, scoped: bool) -> Any:
     if (path / ROCKSDB_CURRENT).exists():
         return kind.edit(path, scoped=scoped)
     return kind.create(path, scoped=scoped)
-
-
-def _refuse_links(current: Path) -> None:
-    for entry in os.scandir(current):
-        if _LEVEL_NAME.fullmatch(entry.name) and entry.is_symlink():
-            raise Unsupported(
-                f"{entry.path} is a symbolic link and cannot be renamed to a backup",
-                hint="replace the link by the directory that it points to",
-            )
 
 
 # --- databases to index files ---
@@ -561,7 +547,7 @@ class IndexFileConverter(IndexConverter):
         return header_data(reader), reader.locations()
 
     def swap(self, stamp: str) -> None:
-        for row, storage in zip(self.result.directories, self.storages, strict=True):
+        for row, storage in zip(self.directories, self.storages, strict=True):
             current, building = storage.index_dir, self._building(storage.number)
             if building.is_dir():
                 for level in _levels_in(building):

@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from bkctl.disk import Files, restrict_new_files
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
@@ -22,6 +22,7 @@ from bkctl.formats.names import COOKIE_NAME, ROCKSDB_LOCK, ROCKSDB_NAMES
 
 log: Final = logging.getLogger("bkctl.repair")
 
+T = TypeVar("T")
 _PROC: Final = Path("/proc")
 _COMMAND_SIZE_MAX: Final = 80
 #: struct flock: type, whence, start, length, pid.
@@ -109,7 +110,7 @@ def _blindness(directories: Sequence[Path]) -> str:
     Apache's bookie has no other mark than these.
     """
     owners = {directory.stat().st_uid for directory in directories if directory.is_dir()}
-    if not _names(_PROC / "self/fd"):
+    if not _attempt(os.listdir, _PROC / "self/fd"):
         reason = "this system has no /proc"
     elif os.geteuid() and owners - {os.geteuid()}:
         reason = "they belong to another user; run the command as that user or as root"
@@ -143,16 +144,9 @@ def _siblings(currents: Sequence[Path]) -> list[Path]:
         for directory in (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ())):
             with contextlib.suppress(NotFound, UsageError):
                 named.append(current_of(Path(directory)))
-        if any(_is_same(current, path) for path in named):
+        if any(_attempt(current.samefile, path) for path in named):
             found.update(dict.fromkeys(path for path in named if path not in currents))
     return list(found)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
 
 
 # --- locks ----------------------------------------------------------------------------------------------------------
@@ -182,9 +176,8 @@ def _by_locks(roots: Sequence[Path]) -> Iterator[Holder]:
 
 def _lock_owner(path: Path) -> int | None:
     """Return the process with a POSIX lock on a file (0: not visible here); None without a lock."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
+    fd = _attempt(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd is None:
         return None
     try:
         answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -203,11 +196,7 @@ def _flocks(roots: Sequence[Path]) -> Iterator[tuple[Path, int]]:
         with contextlib.suppress(OSError):
             status = path.stat()
             places[f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"] = path
-    try:
-        lines = (_PROC / "locks").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in (_attempt((_PROC / "locks").read_text) or "").splitlines():
         words = line.split()
         if len(words) >= 6 and words[1] == "FLOCK" and words[5] in places and words[4].lstrip("-").isdecimal():
             yield places[words[5]], max(int(words[4]), 0)
@@ -219,8 +208,8 @@ def _flocks(roots: Sequence[Path]) -> Iterator[tuple[Path, int]]:
 def _by_open_files(roots: Sequence[Path], *, writing: bool = False) -> Iterator[Holder]:
     prefixes = tuple(f"{root}/" for root in roots)
     inodes: set[tuple[int, int] | None] | None = None
-    namespace = _link(_PROC / "self/ns/mnt")
-    for process in _names(_PROC):
+    namespace = _attempt(os.readlink, _PROC / "self/ns/mnt")
+    for process in _attempt(os.listdir, _PROC) or ():
         if not process.isdecimal() or int(process) == os.getpid():
             continue
         directory = _PROC / process / "fd"
@@ -229,9 +218,9 @@ def _by_open_files(roots: Sequence[Path], *, writing: bool = False) -> Iterator[
             yield _holder(int(process), mapped)
             continue
         # The same file has another path in another mount namespace (a container).
-        is_elsewhere = _link(_PROC / process / "ns/mnt") not in (None, namespace)
-        for name in _names(directory):
-            target = _link(directory / name)
+        is_elsewhere = _attempt(os.readlink, _PROC / process / "ns/mnt") not in (None, namespace)
+        for name in _attempt(os.listdir, directory) or ():
+            target = _attempt(os.readlink, directory / name)
             if target is None or not target.startswith("/"):
                 continue
             target = target.removesuffix(_DELETED)
@@ -249,10 +238,7 @@ def _by_open_files(roots: Sequence[Path], *, writing: bool = False) -> Iterator[
 
 def _mapped(maps: Path, prefixes: tuple[str, ...]) -> Path | None:
     """Return a file below `prefixes` that a process has in its memory, open or not; None without one."""
-    try:
-        lines = maps.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return None
+    lines = (_attempt(maps.read_text, None, "surrogateescape") or "").splitlines()
     # address, permissions, offset, device, inode, path
     names = (line.split(maxsplit=5)[5].removesuffix(_DELETED) for line in lines if "/" in line)
     return next((Path(name) for name in names if name.startswith(prefixes)), None)
@@ -260,31 +246,20 @@ def _mapped(maps: Path, prefixes: tuple[str, ...]) -> Path | None:
 
 def _is_written(description: Path) -> bool:
     """Return True if a descriptor is open to write, by its file in /proc/PID/fdinfo."""
-    try:
-        flags = next(line.split()[1] for line in description.read_text().splitlines() if line.startswith("flags:"))
-    except (OSError, StopIteration):
-        return False
-    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
+    lines = (_attempt(description.read_text) or "").splitlines()
+    flags = next((line.split()[1] for line in lines if line.startswith("flags:")), None)
+    return flags is not None and int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
+    status = _attempt(path.stat)
+    return None if status is None else (status.st_dev, status.st_ino)
+
+
+def _attempt(call: Callable[..., T], *arguments: object) -> T | None:
+    """Return the result of `call`; None if it raises OSError: a process or file just ended, or is another user's."""
     try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except OSError:
-        return []
-
-
-def _link(path: Path) -> str | None:
-    try:
-        return os.readlink(path)
+        return call(*arguments)
     except OSError:
         return None
 
@@ -297,11 +272,8 @@ def _holder(pid: int, path: Path) -> Holder:
 
 def _command_of(pid: int) -> str:
     """Return a short form of a process's command line; for Java the main class."""
-    try:
-        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        words = []
-    words = [word for word in words if word]
+    line = _attempt((_PROC / str(pid) / "cmdline").read_bytes) or b""
+    words = [word for word in line.decode(errors="replace").split("\0") if word]
     if not words:
         return "unknown command"
     name = os.path.basename(words[0])

@@ -1,14 +1,19 @@
-"""The contents of a new index, as a repair finds them: facts about ledgers, and the entries of entry logs."""
+"""The contents of a new index, as a repair finds them: facts about ledgers, and the entries of entry logs.
+
+`IndexRepair` gathers them for a target: a database of locations, or index files.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.disk import Files
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
@@ -18,12 +23,14 @@ from bkctl.formats.entry import read_lac_header
 from bkctl.formats.entry_log import log_id_of, pack_location, unpack_location
 from bkctl.formats.index import LedgerData
 from bkctl.formats.names import SCOPED_DIRECTORY
-from bkctl.formats.record import BODY_SIZE_MIN, IDS_V1, IDS_V2, RECORD_SIZE, RECORD_SIZE_BYTES_MAX, RecordType
+from bkctl.formats.record import BODY_SIZE_MIN, IDS_V2, RECORD_SIZE, RECORD_SIZE_BYTES_MAX, RecordType, read_record
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.model import LedgerFacts
+from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
 
 #: Called with the bytes (or entries) that were processed since the last call.
 Progress = Callable[[int], None]
+#: An entry of an index: ledger, entry id, location.
+IndexedEntry = tuple[LedgerId, int, int]
 
 
 class DamagedFile(NamedTuple):
@@ -99,18 +106,17 @@ def is_ledger(ledger: LedgerId) -> bool:
 
 def decide_ledger_data(
     old: LedgerData | None, journal: JournalFacts | None, known: LedgerFacts | None, *, old_is_complete: bool
-) -> tuple[LedgerData, bool]:
-    """Return the data of a ledger for a new index, and True if its fence is a guess.
+) -> tuple[LedgerData, bool] | None:
+    """Return the data of a ledger for a new index, and True if its fence is a guess; None for a dead ledger.
 
     The master key is taken from the old index, else the journal, else the metadata's password; an empty key accepts
     the next writer's. The ledger is fenced if any source says so. It is also fenced if no source can tell, as Apache's
     rebuild does: then no entry can be added twice.
     """
-    key = b""
-    for candidate in (old and old.master_key, journal and journal.master_key, known and known.master_key):
-        if candidate and any(candidate):
-            key = candidate
-            break
+    if known is not None and known.liveness is LedgerLiveness.DEAD:
+        return None
+    keys = (source.master_key for source in (old, journal, known) if source is not None)
+    key = next((key for key in keys if key and any(key)), b"")
     fenced = bool((old and old.fenced) or (journal and journal.fenced) or (known and known.fenced))
     # A ledger that a complete index lacks was created later: its key record shows that the journal has all of it.
     is_new = old_is_complete and journal is not None and journal.master_key is not None
@@ -196,17 +202,95 @@ class DamagedLogs(ExitStack):
         if reader is None or offset < RECORD_SIZE.size:
             return False
         try:
-            data = reader.read(offset - RECORD_SIZE.size, RECORD_SIZE.size + IDS_V2.size)
+            head = reader.read(offset - RECORD_SIZE.size, RECORD_SIZE.size + IDS_V2.size)
         except Corrupt:
             return True
-        if len(data) < RECORD_SIZE.size + BODY_SIZE_MIN:
+        if len(head) < RECORD_SIZE.size + BODY_SIZE_MIN:
             return False
-        (size,) = RECORD_SIZE.unpack_from(data)
+        (size,) = RECORD_SIZE.unpack_from(head)
         if not BODY_SIZE_MIN <= size <= min(RECORD_SIZE_BYTES_MAX, reader.size() - offset):
             return False
-        if not ledger.is_scoped:
-            return bool(IDS_V1.unpack_from(data, RECORD_SIZE.size) == (ledger.ledger_id, entry_id))
-        if len(data) < RECORD_SIZE.size + IDS_V2.size:
-            return False
-        flags, *ids = IDS_V2.unpack_from(data, RECORD_SIZE.size)
-        return flags >> 4 == 0xA and ids == [ledger.scope_id, ledger.ledger_id, entry_id]
+        with suppress(CorruptRecord, Unsupported):
+            record = read_record(head, RECORD_SIZE.size, len(head) - RECORD_SIZE.size, offset, reader.name)
+            return record.ledger == ledger and record.entry_id == entry_id
+        return False
+
+
+class IndexTarget(Protocol):
+    """A new index that gets entries: a database of locations, or index files."""
+
+    def put_all(self, entries: Iterable[IndexedEntry], /) -> int:
+        """Set the locations of entries; a later one wins. Return their number."""
+
+    def get(self, ledger: LedgerId, entry_id: int, /) -> int:
+        """Return the location of an entry; 0 if the entry is missing."""
+
+
+@dataclass
+class IndexRepair:
+    """One repair of a bookie's index; `_metadata` is None without a metadata store.
+
+    `_progress` gets the number of bytes that were read. A dry run has no target: it counts copies of entries by ledger
+    (`counted`), and keeps each ledger's last entry id.
+    """
+
+    _files: Files
+    _metadata: LedgerFactsLookup | None
+    _progress: Progress
+    dry_run: bool
+    findings: RepairFindings = field(init=False, default_factory=RepairFindings)
+    counted: Counter[LedgerId] = field(init=False, default_factory=Counter)
+    last_entry_ids: dict[LedgerId, int] = field(init=False, default_factory=dict)
+    _known: dict[LedgerId, LedgerFacts] = field(init=False, default_factory=dict)
+
+    def ask(self, ledgers: Iterable[LedgerId]) -> None:
+        """Ask the metadata store about ledgers, once for each."""
+        if self._metadata is not None and (unknown := {ledger for ledger in ledgers if ledger not in self._known}):
+            self._known.update(self._metadata(sorted(unknown)))
+
+    def known(self, ledger: LedgerId) -> LedgerFacts | None:
+        """Return the facts of the metadata store about a ledger; None without a store."""
+        self.ask([ledger])
+        return self._known.get(ledger)
+
+    def _count(self, entries: Iterable[IndexedEntry]) -> None:
+        for ledger, entry_id, _ in entries:
+            self.counted[ledger] += 1
+            self.last_entry_ids[ledger] = max(self.last_entry_ids.get(ledger, -1), entry_id)
+
+    def copy_entries(
+        self,
+        logs: Iterable[Path],
+        target: IndexTarget | None,
+        choose: Callable[[set[LedgerId]], set[LedgerId]],
+        old_entries: Callable[[DamagedLogs], Iterable[IndexedEntry]],
+    ) -> Counter[LedgerId]:
+        """Put the entries of `logs` into `target` whose ledgers `choose` returns of those it gets.
+
+        The target also gets the entries behind damage in these logs that only the old index knows, as `old_entries`
+        yields them; returns their numbers by ledger.
+        """
+        put_all = self._count if target is None else target.put_all
+        damaged_before = len(self.findings.damage)
+        for log in logs:
+            for batch in read_log_entries(log, self.findings):
+                found = set(batch[0])
+                wanted = choose(found)
+                rows = zip(*batch, strict=True)
+                put_all(rows if len(wanted) == len(found) else (row for row in rows if row[0] in wanted))
+            self._progress(size_of(log))
+        saved: Counter[LedgerId] = Counter()
+        with DamagedLogs(self.findings.damage[damaged_before:]) as damaged:
+            for entry in old_entries(damaged):
+                if choose({entry[0]}) and not (target and target.get(*entry[:2])):
+                    put_all([entry])
+                    saved[entry[0]] += 1
+        return saved
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if it is missing."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

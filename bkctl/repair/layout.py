@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bkctl.disk import Files
+from bkctl.disk import Files, names_in
 from bkctl.errors import BkctlError, UsageError
 from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.formats.entry_log import log_id_of
@@ -28,11 +28,7 @@ class Storage(NamedTuple):
     def logs(self, *, scoped: bool) -> list[Path]:
         """Return the entry logs of the directory in id order."""
         directory = self.ledger_dir / SCOPED_DIRECTORY if scoped else self.ledger_dir
-        try:
-            names = os.listdir(directory)
-        except FileNotFoundError:
-            return []
-        ids = {name: log_id for name in names if (log_id := log_id_of(name)) is not None}
+        ids = {name: log_id for name in names_in(directory) if (log_id := log_id_of(name)) is not None}
         return [directory / name for name in sorted(ids, key=lambda name: ids[name])]
 
 

@@ -7,10 +7,10 @@ Source: LocationsIndexRebuildOp, LedgersIndexRebuildOp; BP-35.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -20,25 +20,25 @@ from bkctl.files.directories import BookieDirectories
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
-from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
+from bkctl.model import LedgerFactsLookup, LedgerLiveness
 from bkctl.repair.index_contents import (
     DamagedFile,
     DamagedLogs,
+    IndexedEntry,
+    IndexRepair,
     JournalFacts,
     Progress,
-    RepairFindings,
     decide_ledger_data,
     is_ledger,
     read_journals,
-    read_log_entries,
     read_log_ledgers,
+    size_of,
 )
 from bkctl.repair.layout import BookieLayout, Storage, prepare_building, replace_directory, time_stamp
 
 LEDGERS: Final = "ledgers"
 LOCATIONS: Final = "locations"
 SCOPED_PREFIX: Final = "scoped-"
-_SCOPES: Final = ((False, ""), (True, SCOPED_PREFIX))
 _D = TypeVar("_D", LedgersDatabase, LocationsDatabase)
 
 
@@ -65,15 +65,6 @@ class RebuiltDatabase:
     backup: Path | None = None
 
 
-@dataclass(slots=True)
-class Rebuild:
-    """The result of a rebuild, and its findings; `swapped` is False after a dry run."""
-
-    databases: list[RebuiltDatabase] = field(default_factory=list)
-    findings: RepairFindings = field(default_factory=RepairFindings)
-    swapped: bool = False
-
-
 def rebuild(
     layout: BookieLayout,
     *,
@@ -97,7 +88,7 @@ def rebuild(
             f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
             hint="'bkctl bookie index regenerate --all' rebuilds index files",
         )
-    run = _RebuildRun(storages, files or Files(), metadata, progress, dry_run)
+    run = Rebuild(files or Files(), metadata, progress, dry_run, storages)
     try:
         if ledgers:
             run.build_ledgers(layout.journal_dirs)
@@ -107,49 +98,43 @@ def rebuild(
             run.swap()
     finally:
         run.clean_up()
-    return run.result
+    return run
 
 
 @dataclass
-class _RebuildRun:
-    """One rebuild: the databases built so far, and their sources."""
+class Rebuild(IndexRepair):
+    """One rebuild, and its result: the databases, of which `_unswapped` are built and not yet swapped."""
 
     _storages: list[Storage]
-    _files: Files
-    _metadata: LedgerFactsLookup | None
-    _progress: Progress
-    _dry_run: bool
+    databases: list[RebuiltDatabase] = field(init=False, default_factory=list)
+    _unswapped: list[RebuiltDatabase] = field(init=False, default_factory=list)
+    #: The ledgers of the databases that were rebuilt, by path.
+    _ledgers: dict[Path, set[LedgerId]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.result = Rebuild()
-        self._known: dict[LedgerId, LedgerFacts] = {}
-        #: The ledgers of the databases that were rebuilt, by path.
-        self._ledgers: dict[Path, set[LedgerId]] = {}
-        self._built: list[tuple[RebuiltDatabase, Path]] = []
-
-    def build_ledgers(self, journal_dirs: Iterable[Path]) -> None:
-        findings = self.result.findings
-        facts = read_journals(journal_dirs, findings, self._progress)
-        if not journal_dirs:
-            findings.notes.append("No journal directory is given: facts that only journals have are missing")
+    def _targets(self, name: str) -> Iterator[tuple[Storage, bool, RebuiltDatabase, list[Path]]]:
+        """Yield (storage, is scoped, database, logs) of every directory."""
         for storage in self._storages:
-            for scoped, prefix in _SCOPES:
-                target = storage.index_dir / f"{prefix}{LEDGERS}"
+            for scoped, prefix in ((False, ""), (True, SCOPED_PREFIX)):
                 logs = storage.logs(scoped=scoped)
-                of_journals = {
-                    ledger
-                    for ledger in facts
-                    if ledger.is_scoped == scoped and ledger.value % len(self._storages) == storage.number
-                }
-                if scoped and not (target.is_dir() or logs or of_journals):
-                    continue
-                row = RebuiltDatabase(target, logs=len(logs))
-                found = set(of_journals)
-                damaged_before = len(findings.damage)
-                for log in logs:
-                    found |= read_log_ledgers(log, findings)
-                    self._progress(_size(log))
-                self._build_ledgers(row, found, facts, scoped, findings.damage[damaged_before:])
+                yield storage, scoped, RebuiltDatabase(storage.index_dir / f"{prefix}{name}", logs=len(logs)), logs
+
+    def build_ledgers(self, journal_dirs: Collection[Path]) -> None:
+        facts = read_journals(journal_dirs, self.findings, self._progress)
+        if not journal_dirs:
+            self.findings.notes.append("No journal directory is given: facts that only journals have are missing")
+        for storage, scoped, row, logs in self._targets(LEDGERS):
+            found = {
+                ledger
+                for ledger in facts
+                if ledger.is_scoped == scoped and ledger.value % len(self._storages) == storage.number
+            }
+            if scoped and not (row.path.is_dir() or logs or found):
+                continue
+            damaged_before = len(self.findings.damage)
+            for log in logs:
+                found |= read_log_ledgers(log, self.findings)
+                self._progress(size_of(log))
+            self._build_ledgers(row, found, facts, scoped, self.findings.damage[damaged_before:])
 
     def _build_ledgers(
         self,
@@ -166,16 +151,17 @@ class _RebuildRun:
             locations = RebuiltDatabase(row.path.with_name(row.path.name.replace(LEDGERS, LOCATIONS)))
             with DamagedLogs(damage) as damaged:
                 found.update(ledger for ledger, *_ in self._old_locations(locations, damaged))
-        kept: set[LedgerId] = set()
+        kept = self._ledgers[row.path] = set()
+        self.ask(found)
         with self._create(LedgersDatabase, row, scoped) as database:
             for ledger in sorted(found):
-                known = self._ask(ledger, found)
-                if known is not None and known.liveness is LedgerLiveness.DEAD:
+                decided = decide_ledger_data(
+                    old.get(ledger), facts.get(ledger), self.known(ledger), old_is_complete=is_complete
+                )
+                if decided is None:
                     row.left_out += 1
                     continue
-                data, guessed = decide_ledger_data(
-                    old.get(ledger), facts.get(ledger), known, old_is_complete=is_complete
-                )
+                data, guessed = decided
                 row.ledgers += 1
                 row.guessed_fences += guessed
                 row.without_key += not data.master_key
@@ -184,7 +170,6 @@ class _RebuildRun:
                     database.put(ledger, data)
             if flags is not None and database is not None:
                 database.put_storage_flags(flags)
-        self._ledgers[row.path] = kept
 
     def _old_ledgers(self, row: RebuiltDatabase) -> tuple[dict[LedgerId, LedgerData], bool, int | None]:
         """Return the ledgers of the old database, True if it is complete, and its storage flags."""
@@ -197,47 +182,47 @@ class _RebuildRun:
         except NotFound:
             return old, False, None
         except Corrupt as error:
-            self.result.findings.notes.append(f"{error}; {len(old)} of its ledgers were read")
+            self.findings.notes.append(f"{error}; {len(old)} of its ledgers were read")
             return old, False, flags
         row.ledgers_before = len(old)
         return old, True, flags
 
     def build_locations(self) -> None:
-        for storage in self._storages:
-            for scoped, prefix in _SCOPES:
-                target = storage.index_dir / f"{prefix}{LOCATIONS}"
-                logs = storage.logs(scoped=scoped)
-                if scoped and not (target.is_dir() or logs):
-                    continue
-                self._build_locations(RebuiltDatabase(target, logs=len(logs)), logs, scoped)
+        for _, scoped, row, logs in self._targets(LOCATIONS):
+            if not scoped or row.path.is_dir() or logs:
+                self._build_locations(row, logs, scoped)
 
     def _build_locations(self, row: RebuiltDatabase, logs: list[Path], scoped: bool) -> None:
-        findings = self.result.findings
-        chosen = _LedgerChoice(self._ledgers_to_index(row.path, scoped), self._ask, scoped=scoped)
-        damaged_before = len(findings.damage)
-        entries = 0
+        listed = self._ledgers_to_index(row.path, scoped)
+        taken: dict[LedgerId, bool] = {}
+
+        def is_(ledger: LedgerId, liveness: LedgerLiveness) -> bool:
+            known = self.known(ledger)
+            return known is not None and known.liveness is liveness
+
+        def choose(ledgers: set[LedgerId]) -> set[LedgerId]:
+            new = {ledger for ledger in ledgers - taken.keys() if ledger.is_scoped == scoped and is_ledger(ledger)}
+            self.ask(new)
+            for ledger in new:
+                taken[ledger] = (listed is None or ledger in listed) and not is_(ledger, LedgerLiveness.DEAD)
+            return {ledger for ledger in ledgers if taken.get(ledger)}
+
+        before = self.counted.total()
         with self._create(LocationsDatabase, row, scoped) as database:
-            for log in logs:
-                if self._metadata is not None:
-                    self._ask_many(read_log_ledgers(log, RepairFindings()))
-                for batch in read_log_entries(log, findings):
-                    wanted = chosen.of_batch(batch)
-                    entries += sum(1 for _ in wanted) if database is None else database.put_all(wanted)
-                self._progress(_size(log))
-            with DamagedLogs(findings.damage[damaged_before:]) as damaged:
-                for ledger, entry_id, place in self._old_locations(row, damaged):
-                    if not chosen.takes(ledger):
-                        continue
-                    if database is None or not database.get(ledger, entry_id):
-                        row.entries_saved += 1
-                        if database is not None:
-                            database.put(ledger, entry_id, place)
+            saved = self.copy_entries(logs, database, choose, partial(self._old_locations, row))
+            row.entries_saved = saved.total()
             # Count copies of an entry in several logs as one.
-            row.entries = entries + row.entries_saved if database is None else sum(map(len, database.batches()))
-        row.ledgers, row.left_out = len(chosen.taken), len(chosen.refused)
-        if chosen.unlisted:
-            findings.notes.append(
-                f"{len(chosen.unlisted)} ledgers of the metadata store are in logs of {row.path.parent} but not in its "
+            row.entries = self.counted.total() - before if database is None else sum(map(len, database.batches()))
+        row.ledgers = sum(taken.values())
+        row.left_out = len(taken) - row.ledgers
+        unlisted = (
+            set()
+            if listed is None
+            else {ledger for ledger in taken.keys() - listed if is_(ledger, LedgerLiveness.ALIVE)}
+        )
+        if unlisted:
+            self.findings.notes.append(
+                f"{len(unlisted)} ledgers of the metadata store are in logs of {row.path.parent} but not in its "
                 "ledgers database: rebuild it too (--ledgers)"
             )
 
@@ -250,12 +235,12 @@ class _RebuildRun:
             with LedgersDatabase.open(beside) as database:
                 return {ledger for ledger, _ in database.ledgers()}
         except (NotFound, Corrupt) as error:
-            self.result.findings.notes.append(
+            self.findings.notes.append(
                 f"{error}: the entries of every ledger in the logs are indexed, of deleted ledgers too"
             )
             return None
 
-    def _old_locations(self, row: RebuiltDatabase, damaged: DamagedLogs) -> Iterator[tuple[LedgerId, int, int]]:
+    def _old_locations(self, row: RebuiltDatabase, damaged: DamagedLogs) -> Iterator[IndexedEntry]:
         """Yield the entries of the old database in damaged logs; count all its entries in `row`."""
         count = 0
         try:
@@ -271,81 +256,26 @@ class _RebuildRun:
         except NotFound:
             return
         except Corrupt as error:
-            self.result.findings.notes.append(str(error))
+            self.findings.notes.append(str(error))
             return
         row.entries_before = count
 
-    def _ask(self, ledger: LedgerId, batch: Iterable[LedgerId] = ()) -> LedgerFacts | None:
-        if self._metadata is None:
-            return None
-        if ledger not in self._known:
-            self._ask_many([ledger, *batch])
-        return self._known[ledger]
-
-    def _ask_many(self, ledgers: Iterable[LedgerId]) -> None:
-        assert self._metadata is not None
-        self._known.update(self._metadata(sorted({ledger for ledger in ledgers if ledger not in self._known})))
-
     def _create(self, kind: type[_D], row: RebuiltDatabase, scoped: bool) -> AbstractContextManager[_D | None]:
         """Return the new database to fill; None in a dry run."""
-        self.result.databases.append(row)
-        if self._dry_run:
+        self.databases.append(row)
+        if self.dry_run:
             return nullcontext()
-        building = prepare_building(row.path)
-        self._built.append((row, building))
-        return kind.create(building, scoped=scoped)
+        self._unswapped.append(row)
+        return kind.create(prepare_building(row.path), scoped=scoped)
 
     def swap(self) -> None:
         stamp = time_stamp()
-        while self._built:
-            row, _ = self._built[0]
+        while self._unswapped:
+            row = self._unswapped[0]
             row.backup = replace_directory(self._files, row.path, stamp)
-            del self._built[0]
-        self.result.swapped = True
+            del self._unswapped[0]
 
     def clean_up(self) -> None:
-        for _, building in self._built:
-            shutil.rmtree(building, ignore_errors=True)
-
-
-class _LedgerChoice:
-    """Chooses ledgers whose entries are indexed: `listed` (None: all) and not dead. Asks once for each ledger."""
-
-    def __init__(
-        self, listed: set[LedgerId] | None, ask: Callable[[LedgerId], LedgerFacts | None], *, scoped: bool
-    ) -> None:
-        self._listed, self._ask, self._scoped = listed, ask, scoped
-        self.taken: set[LedgerId] = set()
-        self.refused: set[LedgerId] = set()
-        #: Refused ledgers that the metadata store has.
-        self.unlisted: set[LedgerId] = set()
-
-    def takes(self, ledger: LedgerId) -> bool:
-        """Return True if the ledger's entries are indexed."""
-        if ledger in self.taken:
-            return True
-        if ledger in self.refused or ledger.is_scoped != self._scoped or not is_ledger(ledger):
-            return False
-        known = self._ask(ledger)
-        is_listed = self._listed is None or ledger in self._listed
-        if is_listed and (known is None or known.liveness is not LedgerLiveness.DEAD):
-            self.taken.add(ledger)
-            return True
-        self.refused.add(ledger)
-        if not is_listed and known is not None and known.liveness is LedgerLiveness.ALIVE:
-            self.unlisted.add(ledger)
-        return False
-
-    def of_batch(self, batch: tuple[list[LedgerId], list[int], list[int]]) -> Iterable[tuple[LedgerId, int, int]]:
-        """Return the entries of a log's batch that are indexed."""
-        ledgers = set(batch[0])
-        wanted = {ledger for ledger in ledgers if self.takes(ledger)}
-        rows = zip(*batch, strict=True)
-        return rows if len(wanted) == len(ledgers) else (row for row in rows if row[0] in wanted)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+        """Remove the databases that were not swapped."""
+        for row in self._unswapped:
+            prepare_building(row.path)

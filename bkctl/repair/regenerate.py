@@ -11,30 +11,32 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from bkctl.checks.index_rows import first_files
 from bkctl.disk import DIRECTORY_MODE, FILE_MODE, Files, StorageFile
 from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories
-from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
+from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader, first_files
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
-from bkctl.model import LedgerFactsLookup, LedgerLiveness
+from bkctl.model import LedgerFactsLookup
 from bkctl.repair.index_contents import (
     DamagedLogs,
+    IndexedEntry,
+    IndexRepair,
     Progress,
     RepairFindings,
     decide_ledger_data,
     header_data,
     read_journals,
-    read_log_entries,
     read_log_ledgers,
+    size_of,
 )
 from bkctl.repair.layout import BookieLayout, backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
@@ -45,7 +47,7 @@ INDEX: Final = "index"
 #: Ledgers and changed pages (usually 8 KiB each) in memory during a build.
 _HANDLES_MAX: Final = 20_000
 _CHANGED_PAGES_MAX: Final = 4096
-_PLACES_AT_ONCE: Final = 256
+_ENTRIES_AT_ONCE: Final = 1024
 
 
 @dataclass(slots=True)
@@ -65,21 +67,6 @@ class RegeneratedIndex:
     entries_before: int | None = None
     entries_saved: int = 0
     backup: Path | None = None
-
-
-@dataclass(slots=True)
-class Regeneration:
-    """The result of a regeneration; `swapped` is False after a dry run.
-
-    `without_key` are ledgers left unchanged because their master key is unknown, `dead` are ledgers that are no longer
-    in the metadata store.
-    """
-
-    indexes: list[RegeneratedIndex] = field(default_factory=list)
-    without_key: list[LedgerId] = field(default_factory=list)
-    dead: list[LedgerId] = field(default_factory=list)
-    findings: RepairFindings = field(default_factory=RepairFindings)
-    swapped: bool = False
 
 
 def regenerate(
@@ -105,77 +92,83 @@ def regenerate(
                 f"{current} has the databases of DbLedgerStorage, which has no index files",
                 hint="'bkctl bookie index rebuild --ledgers --locations' rebuilds them",
             )
-    run = _RegenerationRun(layout, files or Files(), metadata, progress)
+    run = Regeneration(files or Files(), metadata, progress, dry_run, layout)
     try:
         run.choose(ledgers, scope_id, master_key)
-        run.build(dry_run=dry_run)
+        run.build()
         if not dry_run:
             run.swap()
     finally:
         run.clean_up()
-    return run.result
+    return run
 
 
-class _RegenerationRun:
-    """One regeneration: its ledgers, their facts, and the files built so far."""
+@dataclass
+class Regeneration(IndexRepair):
+    """One regeneration, and its self.
 
-    def __init__(
-        self, layout: BookieLayout, files: Files, metadata: LedgerFactsLookup | None, progress: Progress
-    ) -> None:
-        self.result = Regeneration()
-        self._layout, self._files, self._metadata, self._progress = layout, files, metadata, progress
-        self._rows: dict[LedgerId, RegeneratedIndex] = {}
-        self._data: dict[LedgerId, LedgerData] = {}
-        self._builder: IndexFileBuilder | None = None
-        #: Readable old index files; they differ from `path` after an interrupted relocation.
-        self._old: dict[LedgerId, Path] = {}
+    `without_key` are ledgers left unchanged because their master key is unknown, `dead` are ledgers that are no longer
+    in the metadata store.
+    """
+
+    _layout: BookieLayout
+    without_key: list[LedgerId] = field(init=False, default_factory=list)
+    dead: list[LedgerId] = field(init=False, default_factory=list)
+    _rows: dict[LedgerId, RegeneratedIndex] = field(init=False, default_factory=dict)
+    _data: dict[LedgerId, LedgerData] = field(init=False, default_factory=dict)
+    #: Readable old index files; they differ from `path` after an interrupted relocation.
+    _old: dict[LedgerId, Path] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._buildings = {current: current / f"{INDEX}{UNFINISHED_SUFFIX}" for current in self._layout.index_dirs}
+
+    @property
+    def indexes(self) -> list[RegeneratedIndex]:
+        """Return the index files, in order of their ledgers."""
+        return list(self._rows.values())
 
     def choose(self, ledgers: Collection[LedgerId] | None, scope_id: int | None, master_key: bytes | None) -> None:
         """Choose the ledgers that get a new index, and their headers; leave out dead ones, and ones without a key."""
-        result, directories = self.result, self._layout.index_dirs
-        facts = read_journals(self._layout.journal_dirs, result.findings, self._progress)
-        paths = self._index_files()
+        directories = self._layout.index_dirs
+        facts = read_journals(self._layout.journal_dirs, self.findings, self._progress)
+        with BookieIndexes(BookieDirectories(index_dirs=directories)) as indexes:
+            paths = {ledger: first for ledger, _, first in first_files(indexes)}
         in_logs = self._ledgers_in_logs() if ledgers is None or not paths.keys() >= set(ledgers) else set()
         if scope_id is not None:
             paths = {ledger: path for ledger, path in paths.items() if ledger.scope_id == scope_id}
             in_logs = {ledger for ledger in in_logs if ledger.scope_id == scope_id}
         chosen = sorted(paths.keys() | in_logs if ledgers is None else set(ledgers))
         if ledgers is None and self._metadata is None and (unlisted := in_logs - paths.keys()):
-            result.findings.notes.append(
+            self.findings.notes.append(
                 f"{len(unlisted)} ledgers in the logs have no index file: some may be deleted "
                 "(--metadata-uri leaves deleted ledgers out)"
             )
-        stored = {} if self._metadata is None else self._metadata(chosen)
+        self.ask(chosen)
         for ledger in chosen:
             if ledger not in paths and ledger not in in_logs and ledger not in facts:
                 raise NotFound(f"Ledger {ledger} has neither an index file nor entries in this bookie")
-            known = stored.get(ledger)
-            if known is not None and known.liveness is LedgerLiveness.DEAD:
-                result.dead.append(ledger)
-                continue
             old_path = paths.get(ledger)
             path = old_path or directories[ledger.value % len(directories)] / index_path(ledger)
             row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
             old = None if old_path is None else self._old_header(row, path)
-            data, row.fence_guessed = decide_ledger_data(old, facts.get(ledger), known, old_is_complete=False)
+            decided = decide_ledger_data(old, facts.get(ledger), self.known(ledger), old_is_complete=False)
+            if decided is None:
+                self.dead.append(ledger)
+                continue
+            data, row.fence_guessed = decided
             row.fenced = data.fenced
             key = master_key if master_key is not None else data.master_key
             if not key:
-                result.without_key.append(ledger)
+                self.without_key.append(ledger)
                 continue
             self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
             self._rows[ledger] = row
-            result.indexes.append(row)
-        if ledgers is not None and result.without_key:
-            named = ", ".join(map(str, result.without_key))
+        if ledgers is not None and self.without_key:
+            named = ", ".join(map(str, self.without_key))
             raise UsageError(
                 f"The master key of ledger {named} is unknown",
                 hint="give its password with --password-file, or --metadata-uri",
             )
-
-    def _index_files(self) -> dict[LedgerId, Path]:
-        with BookieIndexes(BookieDirectories(index_dirs=self._layout.index_dirs)) as indexes:
-            return {ledger: first for ledger, _, first in first_files(indexes)}
 
     def _ledgers_in_logs(self) -> set[LedgerId]:
         logs = [log for scoped in (False, True) for log in self._layout.logs(scoped=scoped)]
@@ -187,85 +180,66 @@ class _RegenerationRun:
                 data = header_data(reader)
                 row.entries_before = sum(1 for _ in reader.locations())
         except (Corrupt, TruncatedRecord, Unsupported) as error:
-            self.result.findings.notes.append(str(error))
+            self.findings.notes.append(str(error))
             return None
         self._old[row.ledger] = path
         return data
 
-    def build(self, *, dry_run: bool) -> None:
+    def build(self) -> None:
         """Read the logs and build the index files beside the old ones; in a dry run only count."""
-        findings = self.result.findings
         self.clean_up()
-        if not dry_run:
-            places = [self._building(current) for current in self._layout.index_dirs]
-            for place in places:
+        builder = None
+        if not self.dry_run:
+            for place in self._buildings.values():
                 place.mkdir(DIRECTORY_MODE)
-            self._builder = IndexFileBuilder(places)
+            builder = IndexFileBuilder(list(self._buildings.values()))
             for ledger, data in self._data.items():
-                self._builder.add(ledger, data, self._number_of(self._rows[ledger].path))
+                builder.add(ledger, data, self._layout.index_dirs.index(self._current_of(self._rows[ledger])))
         for scoped in (False, True):
             wanted = {ledger for ledger in self._rows if ledger.is_scoped == scoped}
-            damaged_before = len(findings.damage)
-            for log in self._layout.logs(scoped=scoped):
-                for batch in read_log_entries(log, findings) if wanted else ():
-                    by_ledger: dict[LedgerId, list[tuple[int, int]]] = defaultdict(list)
-                    for ledger, entry_id, location in zip(*batch, strict=True):
-                        by_ledger[ledger].append((entry_id, location))
-                    for ledger in wanted.intersection(by_ledger):
-                        self._put(self._rows[ledger], by_ledger[ledger])
-                self._progress(log.stat().st_size if log.exists() else 0)
-            with DamagedLogs(findings.damage[damaged_before:]) as damaged:
-                for ledger in sorted(wanted & self._old.keys()) if damaged else ():
-                    self._save(self._rows[ledger], damaged)
-        if self._builder is not None:
-            self._builder.flush()
-            for row in self._rows.values():
-                self._count(row)
-            if self._builder.refused:
-                findings.notes.append(
-                    f"{self._builder.refused} entries have ids above {ENTRY_ID_MAX}: index files cannot hold them"
-                )
+            logs = self._layout.logs(scoped=scoped)
+            if not wanted:
+                self._progress(sum(map(size_of, logs)))
+                continue
+            old = partial(self._old_entries, sorted(wanted & self._old.keys()))
+            for ledger, count in self.copy_entries(logs, builder, wanted.intersection, old).items():
+                self._rows[ledger].entries_saved = count
+        if builder is None:
+            for ledger, row in self._rows.items():
+                row.entries, row.last_entry_id = self.counted[ledger], self.last_entry_ids.get(ledger, -1)
+            return
+        builder.flush()
+        for row in self._rows.values():
+            with LedgerIndexReader.open(self._built(row)) as reader:
+                row.entries, row.last_entry_id = sum(1 for _ in reader.locations()), reader.last_entry_id
+        if builder.refused:
+            self.findings.notes.append(
+                f"{builder.refused} entries have ids above {ENTRY_ID_MAX}: index files cannot hold them"
+            )
 
-    def _put(self, row: RegeneratedIndex, places: list[tuple[int, int]]) -> None:
-        if self._builder is not None:
-            self._builder.put(row.ledger, places)
-        else:
-            row.entries += len(places)
-            row.last_entry_id = max(row.last_entry_id, *(entry_id for entry_id, _ in places))
+    def _old_entries(self, ledgers: list[LedgerId], damaged: DamagedLogs) -> Iterator[IndexedEntry]:
+        """Yield the entries of the old index in damaged logs."""
+        for ledger in ledgers if damaged else ():
+            with LedgerIndexReader.open(self._old[ledger]) as old:
+                for entry_id, location in old.locations():
+                    if damaged.has(ledger, entry_id, location):
+                        yield ledger, entry_id, location
 
-    def _count(self, row: RegeneratedIndex) -> None:
-        current = self._layout.index_dirs[self._number_of(row.path)]
-        with LedgerIndexReader.open(self._building(current) / index_path(row.ledger)) as reader:
-            row.entries = sum(1 for _ in reader.locations())
-            row.last_entry_id = reader.last_entry_id
+    def _current_of(self, row: RegeneratedIndex) -> Path:
+        return next(current for current in self._layout.index_dirs if current in row.path.parents)
 
-    def _save(self, row: RegeneratedIndex, damaged: DamagedLogs) -> None:
-        """Copy entries behind damage from the old index."""
-        with LedgerIndexReader.open(self._old[row.ledger]) as old:
-            for entry_id, location in old.locations():
-                is_there = self._builder is not None and self._builder.location(row.ledger, entry_id)
-                if not is_there and damaged.has(row.ledger, entry_id, location):
-                    self._put(row, [(entry_id, location)])
-                    row.entries_saved += 1
-
-    def _number_of(self, path: Path) -> int:
-        return next(number for number, current in enumerate(self._layout.index_dirs) if current in path.parents)
-
-    def _building(self, current: Path) -> Path:
-        return current / f"{INDEX}{UNFINISHED_SUFFIX}"
+    def _built(self, row: RegeneratedIndex) -> Path:
+        return self._buildings[self._current_of(row)] / index_path(row.ledger)
 
     def swap(self) -> None:
         """Move the new index files into place, and the old ones to the backups."""
         stamp = time_stamp()
         backups = {current: backup_name(current / INDEX, stamp) for current in self._layout.index_dirs}
-        for current in self._layout.index_dirs:
-            building = self._building(current)
-            if building.is_dir():
-                sync_tree(building, self._files)
+        for building in self._buildings.values():
+            sync_tree(building, self._files)
         changed: dict[Path, None] = {}
         for row in self._rows.values():
-            current = self._layout.index_dirs[self._number_of(row.path)]
-            new = self._building(current) / index_path(row.ledger)
+            current, new = self._current_of(row), self._built(row)
             self._files.make_directory(row.path.parent)
             if row.path.exists():
                 backup = backups[current] / row.path.relative_to(current)
@@ -278,12 +252,11 @@ class _RegenerationRun:
             changed[row.path.parent] = None
         for directory in changed:
             self._files.sync_directory(directory)
-        self.result.swapped = True
 
     def clean_up(self) -> None:
         """Remove unfinished index files."""
-        for current in self._layout.index_dirs:
-            shutil.rmtree(self._building(current), ignore_errors=True)
+        for building in self._buildings.values():
+            shutil.rmtree(building, ignore_errors=True)
 
 
 # --- index files, built ---------------------------------------------------------------------------------------------
@@ -334,26 +307,31 @@ class IndexFileBuilder:
         if len(self._handles) >= _HANDLES_MAX:
             self.flush()
 
-    def put(self, ledger: LedgerId, places: Iterable[tuple[int, int]]) -> int:
-        """Set places (entry id, location) of entries of an added ledger; a later place wins. Return their number."""
-        handle = self._handles.get(ledger)
-        if handle is None:
-            handle = self._files.load(ledger)
-            assert handle is not None, f"ledger {ledger} was not added"
-            self._handles[ledger] = handle
+    def put_all(self, entries: Iterable[IndexedEntry]) -> int:
+        """Set the locations of entries of added ledgers; a later one wins. Return the number of entries."""
         count = 0
-        waiting = iter(places)
-        while batch := list(islice(waiting, _PLACES_AT_ONCE)):
+        waiting = iter(entries)
+        while batch := list(islice(waiting, _ENTRIES_AT_ONCE)):
             count += len(batch)
-            fitting = [place for place in batch if place[0] <= ENTRY_ID_MAX]
-            self.refused += len(batch) - len(fitting)
-            for _, run in groupby(sorted(dict(fitting).items()), lambda place: self._pages.page_number(place[0])):
-                self._pages.put(handle, *map(list, zip(*run, strict=True)))
+            # Of each page at once, in order of the entries.
+            pages: dict[tuple[LedgerId, int], dict[int, int]] = defaultdict(dict)
+            for ledger, entry_id, location in batch:
+                if entry_id <= ENTRY_ID_MAX:
+                    pages[ledger, self._pages.page_number(entry_id)][entry_id] = location
+                else:
+                    self.refused += 1
+            for (ledger, _), locations in sorted(pages.items()):
+                self._pages.put(self._handle(ledger), *map(list, zip(*sorted(locations.items()), strict=True)))
             if self._pages.changed_count >= _CHANGED_PAGES_MAX:
                 self.flush()
         return count
 
-    def location(self, ledger: LedgerId, entry_id: int) -> int:
+    def _handle(self, ledger: LedgerId) -> IndexedHandle:
+        handle = self._handles.get(ledger) or self._files.load(ledger)
+        assert handle is not None, f"ledger {ledger} was not added"
+        return self._handles.setdefault(ledger, handle)
+
+    def get(self, ledger: LedgerId, entry_id: int) -> int:
         """Return the location of an entry set so far; 0 without one."""
         return self._pages.location(ledger, entry_id)
 

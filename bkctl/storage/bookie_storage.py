@@ -47,7 +47,7 @@ from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.journal_writer import Done, JournalBatch, JournalCommits, JournalWriter
 from bkctl.storage.ledger.ledger_handle import IsWanted, LedgerHandle, always
-from bkctl.storage.ledger.ledger_storage import LedgerStorage
+from bkctl.storage.ledger.ledger_storage import LedgerStorage, run_whole
 from bkctl.storage.open_ledgers import OpenLedgers
 from bkctl.storage.replay import JournalReplay, want_of_space
 
@@ -545,14 +545,7 @@ class BookieStorage:
 
     def run_checkpoint(self) -> None:
         """Run a whole checkpoint in the calling thread. Raises OSError."""
-        checkpoint = self.checkpoints.begin()
-        if checkpoint is not None:
-            written = False
-            try:
-                self.checkpoints.write(checkpoint)
-                written = True
-            finally:
-                self.checkpoints.end(checkpoint, written=written)
+        run_whole(self.checkpoints.begin, self.checkpoints.write, self.checkpoints.end)
 
 
 def _rest() -> None:

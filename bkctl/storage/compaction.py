@@ -62,8 +62,7 @@ class Throttler:
         self._by_bytes = config.is_throttle_by_bytes
         by_entries = config.compaction_rate_by_entries or config.compaction_rate
         self._rate = config.compaction_rate_by_bytes if self._by_bytes else by_entries
-        self._stopped = stopped
-        self._clock = clock
+        self._stopped, self._clock = stopped, clock
         self._free_at = clock()
 
     def acquire(self, entry_count: int, size_bytes: int) -> None:
@@ -122,11 +121,8 @@ class EntryLogCompactor:
         throttler: Throttler,
         removed: Callable[[EntryLogMetadata], None],
     ) -> None:
-        self._storage = storage
-        self._files = files
-        self._checkpoint = checkpoint
-        self._throttler = throttler
-        self._removed = removed
+        self._storage, self._files, self._throttler = storage, files, throttler
+        self._checkpoint, self._removed = checkpoint, removed
         self._size_limit = config.log_size_limit
         self._moves_at_once = min(config.compaction_max_outstanding_requests, MOVES_AT_ONCE_MAX)
         self._ignores_space = config.force_allow_compaction

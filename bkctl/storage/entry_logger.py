@@ -9,7 +9,6 @@ Source: DefaultEntryLogger, EntryLoggerAllocator; BP-35.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from bisect import bisect_right
 from collections import deque
@@ -20,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bkctl.disk import DISK_FULL, NO_SPACE, Files, StorageFile
+from bkctl.disk import DISK_FULL, NO_SPACE, Files, StorageFile, names_in
 from bkctl.formats import entry_log as formats
 from bkctl.formats.entry import read_ledger
 from bkctl.formats.layout import Buffer
@@ -91,17 +90,14 @@ class EntryLogger:
     ) -> None:
         self.directories = tuple(directories)
         self.version = formats.VERSION_SCOPED if scoped else formats.VERSION_CURRENT
-        self._files = files
-        self._size_limit = size_limit
-        self._pick_directory = pick_directory
-        self._preallocates = preallocates
+        self._files, self._size_limit = files, size_limit
+        self._pick_directory, self._preallocates = pick_directory, preallocates
         self._log: OpenLog | None = None
         self._next: OpenLog | None = None
         self._chunk_start = 0
         self._records: list[bytes] = []
         self._unwritten: deque[Chunk] = deque()
-        self._lock = threading.Lock()
-        self._create_lock = threading.Lock()
+        self._lock, self._create_lock = threading.Lock(), threading.Lock()
         self._paths: dict[int, Path] = {}
         self._reader = LocationReader(files, self.directories, self._paths)
         self.path_of, self.read = self._reader.path_of, self._reader.read
@@ -112,8 +108,9 @@ class EntryLogger:
         self._failed: OSError | None = None
         for directory in self.directories:
             _settle_compactions(self._files, directory)
-            for log_id, path in _logs_in(directory):
-                self._paths.setdefault(log_id, path)
+            for name in names_in(directory):
+                if (log_id := formats.log_id_of(name)) is not None:
+                    self._paths.setdefault(log_id, directory / name)
         self._flushed = set(self._paths)
         self._last_id = max([*self._paths, *map(_read_last_id, self.directories)], default=-1)
 
@@ -451,7 +448,7 @@ def _settle_compactions(files: Files, directory: Path) -> None:
     The index may point into a finished one and into its source log. Source: incompleteCompactionLogs.
     """
     changed = False
-    for name in _names_in(directory):
+    for name in names_in(directory):
         compaction = formats.compaction_of(name)
         if compaction is None:
             continue
@@ -468,19 +465,6 @@ def _settle_compactions(files: Files, directory: Path) -> None:
 def _ids_of(body: Buffer) -> tuple[LedgerId, int]:
     ledger, at = read_ledger(body)
     return ledger, int.from_bytes(body[at : at + 8], "big", signed=True)
-
-
-def _names_in(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
-
-
-def _logs_in(directory: Path) -> list[tuple[int, Path]]:
-    return [
-        (log_id, directory / name) for name in _names_in(directory) if (log_id := formats.log_id_of(name)) is not None
-    ]
 
 
 def _read_last_id(directory: Path) -> int:

@@ -10,7 +10,6 @@ Source: Journal, JournalChannel; BP-35 for version 7.
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bkctl.config import MEBIBYTE, BookieConfig
-from bkctl.disk import NO_SPACE, Files, StorageFile
+from bkctl.disk import NO_SPACE, Files, StorageFile, names_in
 from bkctl.errors import BookieIOError
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
@@ -49,12 +48,8 @@ class JournalWriter:
         scoped: bool = False,
         chance: random.Random | None = None,
     ) -> None:
-        self.directory = directory
-        self._files = files
-        self._config = config
-        self._clock_ms = clock_ms
-        self._chance = chance or random.SystemRandom()
-        self._now_s = now_s
+        self.directory, self._files, self._config = directory, files, config
+        self._clock_ms, self._now_s, self._chance = clock_ms, now_s, chance or random.SystemRandom()
         self._size_max = config.journal_max_size_mb * MEBIBYTE
         self.allocation_size = config.journal_pre_alloc_size_mb * MEBIBYTE
         self._version = self._plain_version = config.journal_format_version_to_write
@@ -62,10 +57,8 @@ class JournalWriter:
         self._sync_data = config.journal_sync_data
         self._synced_s = -math.inf
         self._file: StorageFile | None = None
-        self._journal_id = 0
         self._tag = b""
-        self._position = 0
-        self._allocated = 0
+        self._journal_id = self._position = self._allocated = 0
         self.mark = LogMark(0, 0)
         self.failed: Exception | None = None
 
@@ -152,7 +145,12 @@ class JournalWriter:
             raise
 
     def _commit(self, records: list[bytes], size: int, scoped: bool, written: Callable[[], object] | None) -> None:
-        file = self._file_for(scoped=scoped)
+        self._scoped = self._scoped or scoped
+        is_too_old = scoped and self._version != formats.VERSION_SCOPED
+        if self._file is None or self._position > self._size_max or is_too_old:
+            self._open_next()
+        file = self._file
+        assert file is not None
         start = self._position
         end = start + size
         if self._version >= formats.VERSION_PADDING:
@@ -183,15 +181,6 @@ class JournalWriter:
         except Exception as error:
             self.failed = error
             raise
-
-    def _file_for(self, *, scoped: bool) -> StorageFile:
-        """Return the file for the next group: a new one if the open one is full, or too old for scoped records."""
-        self._scoped = self._scoped or scoped
-        is_too_old = scoped and self._version != formats.VERSION_SCOPED
-        if self._file is None or self._position > self._size_max or is_too_old:
-            self._open_next()
-        assert self._file is not None
-        return self._file
 
     def _is_sync_due(self) -> bool:
         now_s = self._now_s()
@@ -364,8 +353,4 @@ class JournalCommits:
 
 def journal_ids(directory: Path) -> list[int]:
     """Return the ids of the journal files in `directory`, ascending; none when it is missing."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    return sorted(found for name in names if (found := formats.journal_id_of(name)) is not None)
+    return sorted(found for name in names_in(directory) if (found := formats.journal_id_of(name)) is not None)

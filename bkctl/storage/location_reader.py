@@ -121,7 +121,9 @@ class LocationReader:
                 found += [None] * (last - first)
             else:
                 entries = entries_in(data, begin, ledger, entry_ids[first:last], locations[first:last])
-                found += _without_surplus(entries, len(data))
+                if len(data) > KEPT_FACTOR_MAX * sum(len(body) for body in entries if body is not None):
+                    entries = [None if body is None else memoryview(bytes(body)) for body in entries]
+                found += entries
                 size += len(data)
         return found
 
@@ -188,13 +190,6 @@ class LocationReader:
         """Close a log; call it after the log left `paths`, so that it cannot be opened again."""
         with self._lock:
             self._open.pop(log_id, None)
-
-
-def _without_surplus(entries: list[memoryview | None], kept: int) -> list[memoryview | None]:
-    """Return `entries`, views of a read of `kept` bytes; copy them if they are a small part of it, to free the rest."""
-    if kept <= KEPT_FACTOR_MAX * sum(len(body) for body in entries if body is not None):
-        return entries
-    return [None if body is None else memoryview(bytes(body)) for body in entries]
 
 
 def entries_in(

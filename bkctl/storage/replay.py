@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +26,7 @@ from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.journal_writer import journal_ids
 from bkctl.storage.ledger.ledger_handle import LedgerHandle
-from bkctl.storage.ledger.ledger_storage import LedgerStorage, run_flush
+from bkctl.storage.ledger.ledger_storage import LedgerStorage, run_whole
 from bkctl.storage.open_ledgers import OpenLedgers
 
 log: Final = logging.getLogger("bkctl.bookie")
@@ -121,7 +120,11 @@ class JournalReplay:
                 # No setting skips it: a later release's entries would be lost by starting an earlier one.
                 raise Unsupported(error.message, hint=_LATER_RELEASE_HINT) from error
             else:
-                _log_incomplete_group(reader)
+                if reader.end is ScanState.TORN:
+                    log.warning(
+                        "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records "
+                        "incomplete, and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
+                    )  # fmt: skip
 
     def _skip(self, error: CorruptRecord, dropped: str) -> None:
         """Log that invalid records are dropped. Raises Corrupt unless the configuration has them skipped."""
@@ -137,20 +140,22 @@ class JournalReplay:
     def _write_when_full(self) -> None:
         """Write replayed entries when enough are in memory; on a full disk, keep them there while memory lasts."""
         storage = self._storage
-        flush = partial(run_flush, storage)
         if self.no_space is None:
             if storage.seal_entries():
                 self.no_space = want_of_space(storage.write_entries)
             if storage.is_flush_due:
-                self.no_space = want_of_space(flush) or self.no_space
+                self.no_space = want_of_space(self._flush) or self.no_space
         elif storage.unwritten_bytes > storage.unwritten_bytes_max:
-            if want_of_space(flush) is not None:
+            if want_of_space(self._flush) is not None:
                 raise BkctlError(
                     f"The journals hold more than {storage.unwritten_bytes_max >> 20} MiB that ledger storage has no "
                     f"space for ({self.no_space.filename or self.no_space})",
                     hint="make space on the disks of the ledger and index directories; nothing is lost until then",
                 )
             self.no_space = None
+
+    def _flush(self) -> None:
+        run_whole(self._storage.begin_flush, self._storage.flush, self._storage.end_flush)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -257,15 +262,6 @@ def want_of_space(write: Callable[[], object]) -> OSError | None:
             raise
         return error
     return None
-
-
-def _log_incomplete_group(reader: JournalReader) -> None:
-    """Log which bytes of a journal were not replayed because their group was never synced."""
-    if reader.end is ScanState.TORN:
-        log.warning(
-            "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records incomplete, "
-            "and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
-        )  # fmt: skip
 
 
 def _is_unsynced(reader: JournalReader, record: Record, problem: str) -> bool:

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pytest
 from support.servers import DB, INTERLEAVED, SORTED
 
+from bkctl.checks.journal_check import check_journal
 from bkctl.config import BookieConfig
 from bkctl.disk import SECTOR_SIZE_BYTES, Files
 from bkctl.errors import BkctlError, Corrupt
 from bkctl.files.journal import JournalReader
-from bkctl.files.journal_check import check_journal
 from bkctl.files.scan import ScanState
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType

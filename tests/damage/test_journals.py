@@ -11,7 +11,7 @@ from damage import matrix
 from support import golden
 from support.command_line import CommandLine
 
-from bkctl.files.journal_check import check_journal
+from bkctl.checks.journal_check import check_journal
 from bkctl.files.journals import journal_statistics
 from bkctl.files.scan import ScanState
 from bkctl.formats import journal

@@ -10,12 +10,12 @@ import pytest
 from support import golden
 
 from bkctl.checks.check import IndexCheck
+from bkctl.checks.journal_check import check_journal
 from bkctl.checks.log_check import check_entry_log
 from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
-from bkctl.files.journal_check import check_journal
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 
 

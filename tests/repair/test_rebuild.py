@@ -137,7 +137,7 @@ def test_rebuilt_databases_match_apaches(golden_bookie: GoldenBookie, tmp_path: 
     locations, ledgers = locations_in(current / "locations"), ledgers_in(current / "ledgers")
     assert len(locations) > 1000
     done = rebuild(layout, ledgers=True, locations=True)
-    assert done.swapped
+    assert not done.dry_run
     assert not done.findings.damage
     assert not done.findings.notes
     assert locations_in(current / "locations") == locations
@@ -289,7 +289,7 @@ def test_entries_behind_damage_are_taken_from_the_old_index(bookie: Bookie) -> N
     done = rebuild(bookie.layout, ledgers=False, locations=True)
     (damage,) = done.findings.damage
     assert damage.path == log
-    assert done.swapped
+    assert not done.dry_run
     del places[A, 4]
     assert locations_in(bookie.current() / "locations") == places
     assert (done.databases[0].entries, done.databases[0].entries_saved) == (9, 5)
@@ -368,7 +368,7 @@ def test_a_dry_run_changes_nothing(bookie: Bookie) -> None:
     before = snapshot(bookie.current())
     done = rebuild(bookie.layout, ledgers=True, locations=True, dry_run=True)
     assert snapshot(bookie.current()) == before
-    assert not done.swapped
+    assert done.dry_run
     assert [(row.ledgers, row.entries, row.backup) for row in done.databases] == [(2, None, None), (2, 2, None)]
 
 

@@ -14,9 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from bkctl.checks.journal_check import check_journals
 from bkctl.errors import Corrupt, NotFound, Unsupported
 from bkctl.files.journal import JournalReader
-from bkctl.files.journal_check import check_journals
 from bkctl.files.scan import ScanState
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType

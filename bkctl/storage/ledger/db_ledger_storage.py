@@ -407,17 +407,13 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         self.unwritten_bytes_max = config.db_storage_write_cache_max_size_mb << 20
 
     def open(self) -> None:
-        opened: list[SingleDirectoryDbLedgerStorage] = []
-        try:
+        with contextlib.ExitStack() as opened:
             for number, directory in enumerate(self.directories):
                 directory.open(number, self._count)
-                opened.append(directory)
+                opened.callback(directory.close)
             # Ledgers of any directory may be lost, whichever directory has the flag.
             self.needs_integrity_check = any(directory.metadata.needs_integrity_check for directory in self.directories)
-        except BaseException:
-            for directory in opened:
-                directory.close()
-            raise
+            opened.pop_all()
         for directory in self.directories:
             directory.needs_integrity_check = self.needs_integrity_check
         self.indexes = self.directories
@@ -478,7 +474,10 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
                 entries[handle.index].append((handle, taken[handle]))
         changed, self._changed = self._changed, {}
         for ledger, handle in changed.items():
-            headers[handle.index][ledger] = handle, _data_of(handle)
+            lac = handle.explicit_lac or None
+            headers[handle.index][ledger] = (
+                handle, LedgerData(True, handle.fenced, handle.master_key, lac, handle.limbo)
+            )  # fmt: skip
         return [each for each in self.directories if each.begin_flush(entries[each], headers[each])] or None
 
     def flush(self, flush: list[SingleDirectoryDbLedgerStorage]) -> None:
@@ -493,16 +492,6 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
                     handle.header_changed = self._changed.get(handle.ledger) is handle
             for snapshot in self.table.snapshots:
                 self.table.drop(snapshot)
-
-
-def _data_of(handle: DbLedgerHandle) -> LedgerData:
-    return LedgerData(
-        exists=True,
-        fenced=handle.fenced,
-        master_key=handle.master_key,
-        explicit_lac=handle.explicit_lac or None,
-        limbo=handle.limbo,
-    )
 
 
 def _check_pair(ledgers: Path, locations: Path) -> None:

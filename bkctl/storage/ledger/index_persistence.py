@@ -89,11 +89,8 @@ class IndexPersistenceMgr:
         # Entry logs, journals and connections need descriptors too.
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         self._open_file_limit = min(open_file_limit, allowed) if allowed > 0 else open_file_limit
-        self._version = version
-        self._pick_directory = pick_directory
-        self._is_writable = is_writable
-        self._lock = threading.Lock()
-        self._names_lock = threading.RLock()
+        self._version, self._pick_directory, self._is_writable = version, pick_directory, is_writable
+        self._lock, self._names_lock = threading.Lock(), threading.RLock()
         self._open: OrderedDict[LedgerId, StorageFile] = OrderedDict()
         #: A file opened before this counter changed may belong to a deleted ledger.
         self._generation = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -212,12 +212,12 @@ class LedgerStorage(ABC, Generic[Handle]):
         """Record that `flush` is on disk, or failed (E)."""
 
 
-def run_flush(storage: LedgerStorage[Any]) -> None:
-    """Run a whole flush in the calling thread. Raises OSError."""
-    flush, written = storage.begin_flush(), False
-    if flush is not None:
+def run_whole(begin: Callable[[], Any], write: Callable[[Any], None], end: Callable[..., None]) -> None:
+    """Run a whole flush or checkpoint in the calling thread: `begin`, `write`, `end`. Raises OSError."""
+    work, written = begin(), False
+    if work is not None:
         try:
-            storage.flush(flush)
+            write(work)
             written = True
         finally:
-            storage.end_flush(flush, written=written)
+            end(work, written=written)

@@ -99,17 +99,13 @@ class ReadCache(Generic[Item]):
         self._batches.append((ledger, [entry_id for entry_id, _ in entries], size))
         self.size += size
         while self.size > self.capacity:
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        ledger, entry_ids, size = self._batches.popleft()
-        self.size -= size
-        entries = self._ledgers.get(ledger)
-        if entries is not None:
+            oldest, entry_ids, size = self._batches.popleft()
+            self.size -= size
+            cached = self._ledgers.get(oldest, {})
             for entry_id in entry_ids:
-                entries.pop(entry_id, None)
-            if not entries:
-                del self._ledgers[ledger]
+                cached.pop(entry_id, None)
+            if not cached:
+                self._ledgers.pop(oldest, None)
 
     def discard(self, ledger: LedgerId) -> None:
         """Remove a ledger's entries."""

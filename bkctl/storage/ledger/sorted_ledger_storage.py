@@ -331,7 +331,9 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
     ) -> bool:
         """Add entries of one page to the log and the index; return False if the disk refuses that page."""
         if self.pages.is_full:
-            self._write_changed_pages()
+            self._write_logs()
+            with self._index_lock:
+                self.index.write({}, self.pages.take_changes())
         try:
             self.pages.prepare(handle, entry_ids[0])
         except (OSError, BkctlError) as error:
@@ -368,11 +370,6 @@ class SortedLedgerStorage(LedgerStorage[IndexedHandle]):
                 if not self._refused.issuperset(self._writable):
                     relocated = logger.relocate(self.index.move) or relocated
         return relocated
-
-    def _write_changed_pages(self) -> None:
-        self._write_logs()
-        with self._index_lock:
-            self.index.write({}, self.pages.take_changes())
 
     # --- flushes -----------------------------------------------------------------------------------------------------
 

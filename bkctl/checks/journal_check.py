@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.files.journal import Behind, JournalReader
 from bkctl.files.journals import JournalMark, LastMarks, journal_indexes, latest_marks
-from bkctl.files.scan import RecordBatch, ScanState
+from bkctl.files.scan import ScanState
 from bkctl.formats.journal import ALIGNMENT_DEFAULT, VERSION_PADDING, file_name, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.pace import Pace
 
+if TYPE_CHECKING:
+    from bkctl.checks.digests import DigestChecker, DigestMismatchAt
+
 #: Larger gaps between ids are normal: bookies up to 4.1 named each journal by its time.
 _GAP_MAX: Final = 1000
 _REUSED_HINT: Final = "or the file was reused (journalReuseFiles), and the bytes behind are from its earlier use"
-
-
-class Mismatch(Protocol):
-    """An entry that does not match its digest: the record at byte `offset` of the file `where`."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def where(self) -> str: ...
-
-
-class EntryDigests(Protocol):
-    """Checker of entries against their digests, as `bkctl.checks.digests.DigestChecker` does."""
-
-    def check_batch(self, batch: RecordBatch, where: str = "") -> Sequence[Mismatch]:
-        """Return the mismatches of a batch."""
-
-    def late_findings(self) -> Iterator[Mismatch]:
-        """Yield the mismatches of earlier entries whose digest type is known only now."""
 
 
 @dataclass
@@ -82,7 +66,7 @@ class JournalCheck:
 def check_journals(
     directories: BookieDirectories,
     files: Iterable[Path] | None = None,
-    digests: EntryDigests | None = None,
+    digests: DigestChecker | None = None,
     *,
     pace: Pace | None = None,
 ) -> Iterator[JournalCheck]:
@@ -151,14 +135,14 @@ def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, Journal
 
 
 def check_journal(
-    path: Path, marks: Iterable[int] = (), digests: EntryDigests | None = None, *, pace: Pace | None = None
+    path: Path, marks: Iterable[int] = (), digests: DigestChecker | None = None, *, pace: Pace | None = None
 ) -> JournalCheck | None:
     """Check one journal file; last marks point at its bytes `marks`. Return None if the file was just deleted."""
     check = JournalCheck(path, journal_id_of(path.name), scoped=path.parent.name == SCOPED_DIRECTORY)
     wanted = set(marks)
     pace = pace or Pace()
     borders: set[int] = set()
-    mismatch: Mismatch | None = None
+    mismatch: DigestMismatchAt | None = None
     try:
         with JournalReader.open(path) as reader:
             check.version, check.size_bytes = reader.version, reader.size()
@@ -210,7 +194,7 @@ def check_journal(
     return check
 
 
-def _is_torn(mismatch: Mismatch, reader: JournalReader) -> bool:
+def _is_torn(mismatch: DigestMismatchAt, reader: JournalReader) -> bool:
     """Return True if a crash explains the mismatch. `reader` is open on a journal that may be its own."""
     if mismatch.where == reader.name:
         return reader.may_be_torn(mismatch.offset)
