@@ -331,6 +331,32 @@ def test_completion_reads_the_words_before_as_the_command_does() -> None:
     assert candidates_of("ledger", "show", "") is None, "the cluster has them"
 
 
+@pytest.mark.parametrize("words", [["-u{}"], ["-q", "-u", "{}"], ["--metadata-uri={}"]], ids=" ".join)
+def test_completion_asks_the_cluster_that_the_line_names(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bkctl.formats.entry import DigestType
+    from bkctl.formats.metadata import Fragment, LedgerMetadata
+    from bkctl.metadata.cluster import open_cluster
+
+    uri = f"sqlite://{tmp_path}/m.db"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with open_cluster(uri, create=True) as cluster:
+        fragments = (Fragment(0, ("b1:3181",)),)
+        cluster.ledgers.create(LedgerId(0, 12), LedgerMetadata(1, 1, 1, DigestType.DUMMY, b"", fragments))
+    line = completion.CommandLine(root(), [*(word.format(uri) for word in words), "ledger", "show", ""])
+    monkeypatch.setattr(completion, "TIME_LIMIT_S", LIMIT_S)
+    assert [each.text for each in line.asked()] == ["12"]
+
+
+@pytest.mark.parametrize(
+    ("words", "takes_files"),
+    [("-x", False), ("ledger list --ledger-scope-id", False), ("-c", True), ("journal read", True)],
+)
+def test_shells_complete_file_names_only_where_a_file_may_stand(words: str, takes_files: bool) -> None:
+    assert completion.CommandLine(root(), [*words.split(), ""]).takes_files is takes_files
+
+
 @pytest.mark.parametrize("complete", SHELLS)
 def test_shells_complete_ids_and_file_names(
     complete: object, shell_environment: dict[str, str], tmp_path: Path
