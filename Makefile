@@ -7,7 +7,7 @@ EXTENSIONS := bkctl/protocol/_wire.h bkctl/protocol/_runs.c bkctl/files/_scan.c
 # How many processes share the tests, which wait more than they compute; WORKERS=0 runs them in one.
 WORKERS ?= 4
 
-# `make fast`: the parts of the tests that start no server of Java's, a process for each core. What needs Java is skipped.
+# `make fast`: the parts of the tests that start no server of Java's. What needs Java is skipped.
 FAST := tests/test_*.py tests/formats tests/protocol tests/client tests/files tests/checks tests/repair tests/storage \
   tests/metadata tests/commands
 PROTOS := $(shell find bkctl -name '*.proto')

@@ -312,7 +312,7 @@ def run(arguments: list[str]) -> int:
         finally:
             continue_without_stdout(None)
         flush()
-    except ClosedOutput:
+    except (ClosedOutput, SystemExit):  # Typer ends the process where the reader of a help is gone.
         discard(sys.stdout)  # The interpreter's own flush at exit must not complain.
     except (typer.Abort, EOFError, KeyboardInterrupt):
         code = interrupts.EXIT_CODE

@@ -94,6 +94,8 @@ class CommandLine:
             elif self._begin(word):
                 continue
             elif word.startswith("-"):
+                if not word.startswith("--") and len(word) > 2:  # -uURI
+                    name, equals, value = word[:2], "=", word[2:]
                 param = self._param(name)
                 if param is not None:
                     self._given.setdefault(param.name, []).extend([value] if equals else [])
@@ -116,7 +118,7 @@ class CommandLine:
         #: The option or argument that the word is a value of, and the word.
         self._value, self._prefix = kinds[0] if kinds else None, word
         self._kind = self._value.metavar.lower() if self._value is not None else ""
-        self.takes_files = self._kind in ("file", "dir", "context", "scope", "rack", *_OF_FILES)
+        self.takes_files = self._kind in ("file", "dir", "journal", "log")
 
     def _param(self, name: str) -> Any:
         """Return the parameter of an option of the command, also of a hidden one."""

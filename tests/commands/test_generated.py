@@ -54,20 +54,24 @@ def test_security_page_names_every_command_that_changes_something() -> None:
     # Without an option or value behind the name.
     named = [re.sub(r" (--\S+|[A-Z]+)$", "", words) for words in shown]
     assert len(named) == len(set(named))
-    assert changing - set(named) == set()
+    assert changing - set(named) == set(), "add a row to docs/security.md, 'What commands change'"
     # Servers, commands that write files alone, and the one whose bookie does it.
     undeclared = {
         "api serve", "autorecovery run", "bookie start", "cookie generate", "entrylog extract",
         "metadata export", "pipeline export", "pipeline extract", "progress pause", "progress rate", "progress resume",
     }  # fmt: skip
-    assert set(named) - changing == undeclared
+    unknown = set(named) - changing - undeclared
+    assert unknown == set(), "declare `changes`, `undo` or `dry_run` in @command, or add what they do not change"
+    assert undeclared - set(named) == set(), "no command has these names any more"
     assert undeclared < others
 
 
 def test_no_generated_file_is_left_behind() -> None:
     directories = ("man", "docs/schemas")
     there = {str(path.relative_to(ROOT)) for directory in directories for path in (ROOT / directory).iterdir()}
-    assert there == FILES.keys() - {"docs/commands.md", "docs/from-the-shell.md", "docs/health.md"}
+    generated = {name for name in FILES if name.startswith(directories)}
+    assert there - generated == set(), "no command has these any more: remove them"
+    assert generated - there == set(), "run `make generate`"
 
 
 def test_every_command_declares_what_it_prints() -> None:
@@ -329,6 +333,32 @@ def test_completion_reads_the_words_before_as_the_command_does() -> None:
     assert candidates_of("ledger", "list", "--nothing=") == []
     assert candidates_of("cookie", "rename", "--", "b1:3181", "b2:3181", "") == candidates_of("cookie", "rename", "--")
     assert candidates_of("ledger", "show", "") is None, "the cluster has them"
+
+
+@pytest.mark.parametrize("words", [["-u{}"], ["-q", "-u", "{}"], ["--metadata-uri={}"]], ids=" ".join)
+def test_completion_asks_the_cluster_that_the_line_names(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bkctl.formats.entry import DigestType
+    from bkctl.formats.metadata import Fragment, LedgerMetadata
+    from bkctl.metadata.cluster import open_cluster
+
+    uri = f"sqlite://{tmp_path}/m.db"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with open_cluster(uri, create=True) as cluster:
+        fragments = (Fragment(0, ("b1:3181",)),)
+        cluster.ledgers.create(LedgerId(0, 12), LedgerMetadata(1, 1, 1, DigestType.DUMMY, b"", fragments))
+    line = completion.CommandLine(root(), [*(word.format(uri) for word in words), "ledger", "show", ""])
+    monkeypatch.setattr(completion, "TIME_LIMIT_S", LIMIT_S)
+    assert [each.text for each in line.asked()] == ["12"]
+
+
+@pytest.mark.parametrize(
+    ("words", "takes_files"),
+    [("-x", False), ("ledger list --ledger-scope-id", False), ("-c", True), ("journal read", True)],
+)
+def test_shells_complete_file_names_only_where_a_file_may_stand(words: str, takes_files: bool) -> None:
+    assert completion.CommandLine(root(), [*words.split(), ""]).takes_files is takes_files
 
 
 @pytest.mark.parametrize("complete", SHELLS)

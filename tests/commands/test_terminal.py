@@ -85,6 +85,11 @@ def run_closed(
     return process.returncode, (err or b"").decode().splitlines()
 
 
+@pytest.mark.parametrize("words", [("--help",), ("help",), ("ledger", "list", "-h"), ()], ids=" ".join)
+def test_help_without_a_reader_is_not_an_error(words: tuple[str, ...]) -> None:
+    assert run_closed(None, *words) == (0, [])
+
+
 def outcome(cli: Cli) -> tuple[str, int]:
     """The result and exit code of the last change in the audit log."""
     row = cli("audit", "list", "-o", "ndjson").rows[-1]
