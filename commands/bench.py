@@ -234,8 +234,7 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
                 left.append(not_deleted(ledger, error))
         if len(made) > len(left):
             run.out.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger')}")
-        for line in left:
-            run.out.error(line)
+        run.out.error(*left)
 
     try:
         yield made

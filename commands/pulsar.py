@@ -119,8 +119,7 @@ def list_topics(
 
 def _report(run: Run, inventory: Inventory) -> None:
     problems = dict.fromkeys(map(str, inventory.errors))
-    for problem in problems:
-        run.out.error(problem)
+    run.out.error(*problems)
     run.out.finish_with(len(problems), "node or ledger cannot be read", "nodes or ledgers cannot be read")
 
 

@@ -341,8 +341,7 @@ def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
             if len(row.mismatches) > NOTES_MAX:
                 notes.append(f"{row.path}: more entries do not match; -o json lists all")
         yield row
-    for note in notes:
-        run.out.note(note)
+    run.out.note(*notes)
 
 
 #: Live ledgers of a log whose topics are named.
