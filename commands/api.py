@@ -163,9 +163,7 @@ PathArgument = Annotated[
 
 #: A request that a dry run does not send.
 REQUEST_COLUMNS = Columns(
-    *fields(Kind.TEXT, method="METHOD", url="URL"),
-    Column("BODY", "bodySize", "body_size_bytes", Kind.SIZE),
-    key="url",
+    *fields(Kind.TEXT, method="METHOD", url="URL"), Column("BODY", "bodySize", "body_size_bytes", Kind.SIZE), key="url"
 )
 MaxSize = Annotated[int, size_option("--max-size", "Refuse a larger response (exit code 7).", default="64MiB")]
 

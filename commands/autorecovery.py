@@ -16,7 +16,7 @@ from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.next_steps import pasted
 from .kit.options import WatchOption, duration_option, flag, word
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
-from .kit.values import parse_duration, tap
+from .kit.values import parse_duration, refuse_both, tap
 
 if TYPE_CHECKING:
     from bkctl.metadata.underreplication import AuditorCheck
@@ -64,8 +64,8 @@ def run_auto_recovery(
     from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.replication.daemon import AutoRecovery, serve
 
-    if scopes_only and scope_0_only:
-        raise UsageError("--scopes-only and --scope-0-only are given", hint="give one of them, or none for all scopes")
+    hint = "give one of them, or none for all scopes"
+    refuse_both("--scopes-only", scopes_only, "--scope-0-only", scope_0_only, hint)
     config = BookieConfig() if run.access.conf is None else run.access.config()
     scopes = {False, True} - ({False} if scopes_only else set()) - ({True} if scope_0_only else set())
     # As Apache's has it: the id of the bookie that the configuration is of; without one, this process.
@@ -291,9 +291,7 @@ def unmark(run: Run, ledgers: LedgersOrFile) -> None:
     marks = stored_marks(run.cluster, ledgers)
     run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
     if marks and not run.dry_run:
-        run.consent.confirm(
-            f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
-        )
+        run.consent.confirm(f"{counted(len(marks), 'ledger')} would not be replicated, until an audit marks them again")
     with run.out.rows(MARKED_COLUMNS, findings=True) as writer, run.recorded() as recorded:
         writer.rows(unmark_ledgers(recorded, marks, dry_run=run.dry_run))
 

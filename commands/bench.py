@@ -9,7 +9,7 @@ from itertools import count, groupby
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import BkctlError
 
 from .kit.columns import Output, PlainRow, fields
 from .kit.command import Run, command, group, rows_of
@@ -27,6 +27,7 @@ from .kit.options import (
 )
 from .kit.terminal import terminal_width
 from .kit.texts import CYAN, RESET, counted
+from .kit.values import refuse_both
 from .ledger.entries import create_ledger
 
 if TYPE_CHECKING:
@@ -109,8 +110,7 @@ def _load(entry_count: int | None, *settings: Any) -> Load:
 
 
 def _load_of_adds(entry_count: int | None, duration_s: float | None, *settings: Any) -> Load:
-    if entry_count is not None and duration_s is not None:
-        raise UsageError("--entries and --duration are given", hint="give one of them")
+    refuse_both("--entries", entry_count, "--duration", duration_s)
     return _load(entry_count, duration_s, *settings)
 
 
@@ -233,9 +233,8 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
             except BkctlError as error:
                 left.append(not_deleted(ledger, error))
         if len(made) > len(left):
-            run.out.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
-        for line in left:
-            run.out.error(line)
+            run.out.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger')}")
+        run.out.error(*left)
 
     try:
         yield made

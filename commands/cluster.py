@@ -313,7 +313,7 @@ def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
         )
     elif not findings:
         _say_ok(run, unguarded)
-    run.out.finish_with(len(findings), "finding", "findings")
+    run.out.finish_with(len(findings))
 
 
 def _panel(finding: HealthFinding, *, color: bool) -> str:
@@ -385,7 +385,7 @@ def health_detail(run: Run, look: HealthLook) -> None:
         run.out.render(rows, DETAIL_COLUMNS)
     if not found:
         _say_ok(run, unguarded)
-    run.out.finish_with(sum(row.mute is None for row in rows), "finding", "findings")
+    run.out.finish_with(sum(row.mute is None for row in rows))
 
 
 MUTE_COLUMNS = Columns(
@@ -602,8 +602,8 @@ def nuke_cluster(
     kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
     loss = (
         f"All metadata of the cluster {plan.instance_id} in {run.cluster.uri} would be lost: "
-        f"{counted(plan.ledger_count, 'ledger', 'ledgers')}, "
-        f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
+        f"{counted(plan.ledger_count, 'ledger')}, "
+        f"{counted(plan.cookie_count, 'cookie')}{kept}"
     )
     if instance_id is not None:
         run.consent.confirm(loss)
@@ -615,4 +615,4 @@ def nuke_cluster(
     with run.job.working("Removing nodes", left="run the command again to remove the rest") as activity:
         count = nuke(run.cluster, progress=activity.update)
     run.out.show(plan, NUKE_COLUMNS)
-    run.out.note(f"Removed {counted(count, 'node', 'nodes')}")
+    run.out.note(f"Removed {counted(count, 'node')}")

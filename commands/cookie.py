@@ -12,15 +12,7 @@ from bkctl.ids import check_bookie_id
 from .kit.columns import PlainRow, fields
 from .kit.command import Access, Run, command, group, object_of, rows_of
 from .kit.next_steps import next_column
-from .kit.options import (
-    BinaryFormat,
-    BinaryFormatOption,
-    Composite,
-    file_argument,
-    flag,
-    option,
-    word,
-)
+from .kit.options import BinaryFormat, BinaryFormatOption, Composite, file_argument, flag, option, word
 from .kit.records import DirOption
 from .kit.texts import RED, counted
 
@@ -302,12 +294,12 @@ def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
     if ledgers:
         lost = {each.ledger for each in ok_to_stop(cluster, bookies) if each.risk is Risk.LOST}
         problem += (
-            f", but {counted(ledgers, 'ledger', 'ledgers')} in {counted(len(scopes), 'scope', 'scopes')} would lose "
-            f"{counted(entries, 'replica', 'replicas')} of entries in closed fragments; {len(lost):,} of them have "
+            f", but {counted(ledgers, 'ledger')} in {counted(len(scopes), 'scope')} would lose "
+            f"{counted(entries, 'replica')} of entries in closed fragments; {len(lost):,} of them have "
             "entries without another replica"
         )
     if unreadable:
-        problem += f"; the metadata of {counted(unreadable, 'ledger', 'ledgers')} that may name it is unreadable"
+        problem += f"; the metadata of {counted(unreadable, 'ledger')} that may name it is unreadable"
     raise Conflict(problem, hint="'bkctl bookies decommission' copies them to other bookies, and deletes the cookie")
 
 
@@ -425,8 +417,7 @@ def rename_bookie(
     changed = rename(run.cluster, old, new, directories, Files(), undo=None)
     if not run.dry_run:
         run.consent.confirm(
-            f"Bookie {old} would be {new} in {run.cluster.store.name} and "
-            f"{counted(len(changed), 'directory', 'directories')}"
+            f"Bookie {old} would be {new} in {run.cluster.store.name} and {counted(len(changed), 'directory')}"
         )
         with hold(map(Path, directories), note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:
             changed = rename(run.cluster, old, new, directories, Files(), undo=kept)

@@ -52,11 +52,7 @@ def bundle(
 
     if file.exists():
         raise AlreadyExists(f"{file} exists", hint="choose another file")
-    with (
-        run.job.working("Collecting"),
-        atomic_write(file) as raw,
-        tarfile.open(fileobj=raw, mode="w:gz") as archive,
-    ):
+    with run.job.working("Collecting"), atomic_write(file) as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
         found = Bundle(archive, size_max)
         found.json("cluster.json", {"bkctl": __version__, **cluster_info(run.cluster)._asdict()})
         findings = find_all(run, Look())

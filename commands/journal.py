@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import NotFound, UsageError
+from bkctl.errors import UsageError
 
 from .kit.columns import fields, with_hex
 from .kit.command import Run, command, group, rows_of
@@ -24,8 +25,10 @@ from .kit.records import (
     ShowSecretsOption,
     collect_errors,
     directories_argument,
+    named_files,
     note_digests,
     print_records,
+    records_in,
     shown_record_columns,
 )
 from .kit.texts import GREEN, RED, YELLOW, counted
@@ -34,8 +37,6 @@ from .kit.values import tap
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
     from bkctl.files.journals import JournalStatistics
-    from bkctl.files.listing import RecordFilter
-    from bkctl.files.scan import RecordBatch
 
 app = group()
 
@@ -98,6 +99,7 @@ def read(
     $ bkctl journal read --conf bk_server.conf --limit 20
     $ bkctl journal read --conf bk_server.conf --ledger 12 --after-lastmark
     """
+    from bkctl.files.journal import JournalReader
     from bkctl.files.journals import files_after_marks
     from bkctl.formats.journal import journal_id_of
 
@@ -106,7 +108,10 @@ def read(
         raise UsageError("--after-lastmark needs the ledger directories", hint="add --conf, or --dir for each")
     starts = files_after_marks(given, files) if after_lastmark else dict.fromkeys(files, 0)
     chosen = records.filter()
-    found = ((path, journal_id_of(path.name), _records(path, start, chosen)) for path, start in starts.items())
+    found = (
+        (path, journal_id_of(path.name), records_in(path, JournalReader.open, partial(chosen.of_journal, start=start)))
+        for path, start in starts.items()
+    )
     print_records(run, found, "journalId", records, secrets=show_secrets)
 
 
@@ -119,27 +124,8 @@ def _journals(
     given = run.access.directories(directories, needed=not names)
     if not names:
         return given, None, [file.path for file in given.journals()]
-    named = list(dict.fromkeys(path for name in names for path in _journals_named(given, name)))
+    named = named_files(given, names, methodcaller("journals"), given.resolve_journal)
     return given, named, named
-
-
-def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
-    from bkctl.files.directories import BookieDirectories
-
-    if Path(name).is_dir():
-        return [file.path for file in BookieDirectories.at(name).of_a_bookie().journals()]
-    return [given.resolve_journal(name)]
-
-
-def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[RecordBatch]:
-    from bkctl.files.journal import JournalReader
-
-    try:
-        reader = JournalReader.open(path)
-    except NotFound:
-        return  # A running bookie deleted it meanwhile.
-    with reader:
-        yield from chosen.of_journal(reader, start)
 
 
 # --- lastmark -------------------------------------------------------------------------------------------------------
@@ -238,19 +224,18 @@ def verify(
         checked.render(
             tap(check_journals(given, named, checker, pace=pace), lambda _: activity.advance()), VERIFY_COLUMNS
         )
-    checked.note_sound("journal is", "journals are", "record", "records")
+    checked.note_sound("journal is", "journals are", "record")
     if digest.wanted or not checked.errors:
         note_digests(run, checker, always=digest.wanted)
     if checked.errors and checked.finding_count:
-        run.out.error(counted(checked.finding_count, "finding", "findings"))
+        run.out.error(counted(checked.finding_count, "finding"))
     run.out.raise_first(checked.errors)
-    run.out.finish_with(checked.finding_count, "finding", "findings")
+    run.out.finish_with(checked.finding_count)
 
 
 # --- stats ----------------------------------------------------------------------------------------------------------
 
 
-#: The grouping of `stats`.
 JournalGrouping = StrEnum("JournalGrouping", "FILE TYPE LEDGER SCOPE")
 
 

@@ -99,7 +99,7 @@ def _one(work_id: str) -> Work:
     if not found:
         raise NotFound(f"No work has the id {work_id}", hint="'bkctl progress' lists running work")
     if len(found) > 1:
-        raise UsageError(f"{counted(len(found), 'id', 'ids')} begin with {work_id}", hint="give more of the id")
+        raise UsageError(f"{counted(len(found), 'id')} begin with {work_id}", hint="give more of the id")
     return found[0]
 
 

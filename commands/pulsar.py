@@ -119,8 +119,7 @@ def list_topics(
 
 def _report(run: Run, inventory: Inventory) -> None:
     problems = dict.fromkeys(map(str, inventory.errors))
-    for problem in problems:
-        run.out.error(problem)
+    run.out.error(*problems)
     run.out.finish_with(len(problems), "node or ledger cannot be read", "nodes or ledgers cannot be read")
 
 
@@ -258,10 +257,10 @@ def check(run: Run, pause: PauseOption, root: RootOption = None) -> None:
         count = run.out.render(findings, FINDING_COLUMNS, findings=True)
     if orphans:
         size = size_text(orphans["bytes"])
-        run.out.note(f"{counted(orphans['ledgers'], 'orphan', 'orphans')} with {size} in closed ledgers")
+        run.out.note(f"{counted(orphans['ledgers'], 'orphan')} with {size} in closed ledgers")
     if not count:
         run.out.note("Each topic has its ledgers, and each of Pulsar's ledgers its topic")
-    run.out.finish_with(count, "finding", "findings")
+    run.out.finish_with(count)
 
 
 def _count_orphan(counts: Counter[str], finding: PulsarFinding) -> None:
@@ -311,7 +310,7 @@ def list_orphans(
         run.out.finish_with(len(old) + len(problems), "orphan or problem", "orphans or problems")
         return
     size_bytes = sum(each.size_bytes or 0 for each in old)
-    run.consent.confirm(f"{counted(len(old), 'ledger', 'ledgers')} with {size_text(size_bytes)} would be lost")
+    run.consent.confirm(f"{counted(len(old), 'ledger')} with {size_text(size_bytes)} would be lost")
     with run.recorded() as recorded, _inventory(run, root) as inventory:
         deleted = _delete_orphans(run, inventory, recorded, old)
     run.out.note(f"{deleted:,} of {counted(len(old), 'orphan was', 'orphans were')} deleted")

@@ -281,7 +281,6 @@ def _say(text: str) -> None:
     print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
 
 
-#: The programs by name.
 PROGRAMS: Final[dict[str, Callable[[list[str]], int]]] = {
     "apply-config-from-env.py": _apply_config,
     "bookkeeper": _bookkeeper,

@@ -239,7 +239,7 @@ class Screen:
         if self._load is None:
             return Text("")
         every = self._load.bookies
-        text = Text(f"{counted(len(every), 'bookie', 'bookies')}:")
+        text = Text(f"{counted(len(every), 'bookie')}:")
         for state, style in _STATE_STYLES.items():
             if count := sum(each.bookie.state == state for each in every):
                 text.append(f" {count} {state}", style)

@@ -21,6 +21,7 @@ from ..kit.next_steps import next_column
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, flag, number_option, option
 from ..kit.records import Directories, DirOption, ShowSecretsOption
 from ..kit.texts import counted, size_text, words
+from ..kit.values import refuse_both
 
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
@@ -196,8 +197,7 @@ def show(
     """
     from bkctl.files.index import BookieIndexes
 
-    if meta and gaps:
-        raise UsageError("--meta and --gaps are given", hint="give one of them")
+    refuse_both("--meta", meta, "--gaps", gaps)
     if which.ledgers is None and not meta:
         raise UsageError("No ledger is given", hint="name ledgers, or add --meta to see all that the bookie has")
     with BookieIndexes(run.access.directories(directories)) as indexes:
@@ -343,9 +343,9 @@ def check(
             f"No index and no entry log has ledger {names}", hint="'bkctl bookie index show --meta' lists the ledgers"
         )
     run.out.note(
-        f"{_verdict(counts)}{counted(counts.ledgers, 'ledger', 'ledgers')}, "
-        f"{counted(counts.entries, 'entry', 'entries')} in the index, "
-        f"{counted(counts.records, 'record', 'records')} in {counted(counts.logs, 'log', 'logs')}, "
+        f"{_verdict(counts)}{counted(counts.ledgers, 'ledger')}, "
+        f"{counted(counts.entries, 'entry')} in the index, "
+        f"{counted(counts.records, 'record')} in {counted(counts.logs, 'log')}, "
         f"{size_text(counts.bytes_read)} read{_remarks(counts)}"
     )
     if digests is not None:
@@ -359,16 +359,14 @@ def _verdict(counts: Counts) -> str:
 
 
 def _remarks(counts: Counts) -> str:
-    parts = []
-    for count, one, many in (
-        (counts.findings, "finding", "findings"),
-        (counts.notes, "note", "notes"),
+    named = (
+        (counts.findings, "finding"),
+        (counts.notes, "note"),
         (counts.not_flushed, "entry not flushed", "entries not flushed"),
-        (counts.copies, "old copy", "old copies"),
+        (counts.copies, "old copy"),
         (counts.error_count, "index damaged", "indexes damaged"),
-    ):
-        if count:
-            parts.append(counted(count, one, many))
+    )
+    parts = [counted(count, *words) for count, *words in named if count]
     return f"; {', '.join(parts)}" if parts else ""
 
 
@@ -377,8 +375,7 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
     matched = ", ".join(f"{count:,} {each.name}" for each, count in counts.matched.items()) or "none"
     unknown = counts.unknown + counts.without_password
     run.out.note(
-        f"Digests: {matched} matched, {unknown:,} not known, "
-        f"{counted(counts.unprotected, 'entry', 'entries')} without one"
+        f"Digests: {matched} matched, {unknown:,} not known, {counted(counts.unprotected, 'entry')} without one"
     )
     if unknown and (hint := digests.hint()):
         run.out.note(hint)
@@ -391,7 +388,7 @@ def _finish(run: Run, counts: Counts) -> None:
             f"{counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged"
         )
     run.out.raise_first(counts.errors)
-    run.out.finish_with(counts.findings, "finding", "findings")
+    run.out.finish_with(counts.findings)
 
 
 def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
@@ -447,10 +444,10 @@ def check_index(
     counts = job.counts
     parts = []
     if ledgers or both:
-        parts.append(f"{counted(counts.ledgers, 'ledger', 'ledgers')}, {counts.fenced_ledgers:,} of them fenced")
+        parts.append(f"{counted(counts.ledgers, 'ledger')}, {counts.fenced_ledgers:,} of them fenced")
     if both:
         parts.append(f"{counts.empty_ledgers:,} without entries")
     if locations or both:
-        parts.append(counted(counts.entries, "entry", "entries"))
+        parts.append(counted(counts.entries, "entry"))
     run.out.note(f"{_verdict(counts)}{', '.join(parts)}{_remarks(counts)}")
     _finish(run, counts)

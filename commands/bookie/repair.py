@@ -161,8 +161,7 @@ def _password_if_given(text: str | None, file: Path | None) -> bytes | None:
 
 _PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps."
 GivenPassword = Annotated[
-    bytes | None,
-    combined(_password_if_given, option("--password TEXT", _PASSWORD_HELP), PASSWORD_FILE),
+    bytes | None, combined(_password_if_given, option("--password TEXT", _PASSWORD_HELP), PASSWORD_FILE)
 ]
 
 
@@ -209,8 +208,7 @@ def regenerate_files(
         run.out.note(f"{counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
     if done.without_key:
         run.out.error(
-            f"The master key of {counted(len(done.without_key), 'ledger', 'ledgers')} is unknown: "
-            f"{_some(done.without_key)}"
+            f"The master key of {counted(len(done.without_key), 'ledger')} is unknown: {_some(done.without_key)}"
         )
     problems = len(done.findings.damage) + len(done.without_key)
     run.out.finish_with(
@@ -273,7 +271,6 @@ CONVERTED_COLUMNS = Columns(
     key="directory",
 )
 
-#: The form of a bookie's index.
 IndexKind = StrEnum("IndexKind", "DB INTERLEAVED")
 
 
@@ -390,7 +387,7 @@ def _ledgers_text(row: Any) -> str:
 def _loss(bookie_id: str, rows: list[Any]) -> str:
     size = size_text(sum(row.size_bytes for row in rows))
     ledgers = sum((row.ledgers or 0) + (row.scoped_ledgers or 0) for row in rows)
-    return f"Bookie {bookie_id} would lose {size} in {counted(ledgers, 'ledger', 'ledgers')}"
+    return f"Bookie {bookie_id} would lose {size} in {counted(ledgers, 'ledger')}"
 
 
 INIT_COLUMNS = Columns(

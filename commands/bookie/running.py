@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,6 +22,7 @@ from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import WatchOption, combined, count_option, duration_option, flag, option, word
 from ..kit.texts import GREEN, RED, YELLOW, plain_lines
+from ..kit.values import refuse_both
 from .server import BookieServerOption, Patience, Server, ServerChoice, WaitDeadline, registered_bookie, server
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ _FULL_HINT: Final = (
     "as far as the live entries of a log have room"
 )
 
-#: The compactions to suspend or resume.
 Compactions = StrEnum("Compactions", "MAJOR MINOR BOTH")
 
 
@@ -125,8 +125,7 @@ def gc(
     """
     switches = suspend is not None or resume is not None
     forces = not (switches or status)
-    if status and switches:
-        raise UsageError("--status and --suspend or --resume are given", hint="give one of them")
+    refuse_both("--status", status, "--suspend or --resume", switches)
     if not forces and (major or minor or wait or accept_scoped_deletes):
         raise UsageError("--major, --minor, --wait and --accept-scoped-deletes apply only to a forced round")
     if watch is not None and not status:
@@ -425,8 +424,7 @@ def _settings(texts: list[str] | None) -> dict[str, str]:
 SettingsToSet = Annotated[
     dict[str, str],
     combined(
-        _settings,
-        option("--set NAME=VALUE", "Change this setting in the bookie's memory; repeatable.", list[str]),
+        _settings, option("--set NAME=VALUE", "Change this setting in the bookie's memory; repeatable.", list[str])
     ),
 ]
 
@@ -447,8 +445,7 @@ def config(
     $ bkctl bookie config --bookie-url http://127.0.0.1:8080
     $ bkctl bookie config 'gc*' --bookie-url http://127.0.0.1:8080
     """
-    if changed and names:
-        raise UsageError("NAME and --set are given", hint="--set prints the settings that it changed")
+    refuse_both("NAME", names, "--set", bool(changed), "--set prints the settings that it changed")
     with server(run, which, changes=bool(changed) and not run.dry_run) as found:
         settings = found.api.config()
         if changed and run.dry_run:
@@ -490,10 +487,6 @@ def _number(metric: Metric) -> int | float | str:
     return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
 
 
-def _labels_text(labels: Mapping[str, str]) -> str:
-    return ", ".join(map("=".join, labels.items()))
-
-
 def _sample_id(metric: Metric) -> str:
     labels = ",".join(f'{name}="{value}"' for name, value in metric.labels.items())
     return f"{metric.name}{{{labels}}}" if labels else metric.name
@@ -501,11 +494,18 @@ def _sample_id(metric: Metric) -> str:
 
 METRIC_COLUMNS = Columns(
     Column("METRIC", "name", "name"),
-    Column("LABELS", "labels", "labels", Kind.NESTED, flexible=True, text=_labels_text),
+    Column(
+        "LABELS",
+        "labels",
+        "labels",
+        Kind.NESTED,
+        flexible=True,
+        text=lambda labels: ", ".join(map("=".join, labels.items())),
+    ),
     Column("VALUE", "value", _number, Kind.NESTED, text=str),
     Column("TYPE", "type", "type"),
     key=Column(None, "sample", _sample_id),
-)
+)  # fmt: skip
 
 
 @command(app, "metrics", connects=True, prints=rows_of(METRIC_COLUMNS))

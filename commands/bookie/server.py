@@ -301,7 +301,6 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
         )
 
 
-#: The states of a switch.
 Switch = StrEnum("Switch", "ON OFF")
 
 READ_ONLY_COLUMNS = Columns(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import aclosing, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from bkctl.columns import TEXTS, Column, Columns, Kind
-from bkctl.errors import Conflict, UsageError
+from bkctl.errors import Conflict
 from bkctl.ids import check_bookie_id
 
 from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, rows_of
 from ..kit.options import CopyPace, WatchOption, count_option, flag, word
-from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
+from ..kit.values import refuse_both
 from .members import OneBookie, bookie_ids, find_racks
 from .recover import (
     Deadline,
@@ -44,17 +44,13 @@ app = group()
 def _moving(progress: MoveProgress) -> PlainRow:
     """Return the progress of a decommission or a drain: a row of --watch, beside the steps."""
     total = len(progress.plan.ledgers)
-    message = f"{progress.ledger_count:,} of {counted(total, 'ledger', 'ledgers')}, {100 * progress.share:.0f}%, "
+    message = f"{progress.ledger_count:,} of {counted(total, 'ledger')}, {100 * progress.share:.0f}%, "
     return PlainRow(
         kind="progress", result="moving", message=message + progress_text(progress), advice=None, ledger=None,
         unreadable=(), entry_count=progress.entry_count, size_bytes=progress.size_bytes,
         ledger_count=progress.ledger_count, ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
         seconds_left=None if progress.left_s is None else round(progress.left_s),
     )  # fmt: skip
-
-
-def _of_progress(name: str) -> Any:
-    return lambda row: getattr(row, name, None)
 
 
 _RESULT_STYLE: Final = (
@@ -73,10 +69,10 @@ STEP_COLUMNS = Columns(
     Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
     Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
-    Column(None, "ledgersDone", _of_progress("ledger_count"), Kind.INTEGER, optional=True),
-    Column(None, "ledgersToMove", _of_progress("ledgers_to_move"), Kind.INTEGER, optional=True),
-    Column(None, "bytesPerSecond", _of_progress("bytes_per_second"), Kind.INTEGER, optional=True),
-    Column(None, "secondsLeft", _of_progress("seconds_left"), Kind.INTEGER, optional=True),
+    Column(None, "ledgersDone", lambda row: getattr(row, "ledger_count", None), Kind.INTEGER, optional=True),
+    Column(None, "ledgersToMove", lambda row: getattr(row, "ledgers_to_move", None), Kind.INTEGER, optional=True),
+    Column(None, "bytesPerSecond", lambda row: getattr(row, "bytes_per_second", None), Kind.INTEGER, optional=True),
+    Column(None, "secondsLeft", lambda row: getattr(row, "seconds_left", None), Kind.INTEGER, optional=True),
     *fields(Kind.TEXT, message="WHAT", advice="ADVICE"),
     key=_LEDGER,
 )
@@ -103,25 +99,6 @@ def _step_columns(run: Run, plan: MovePlan) -> Columns:
     return STEP_COLUMNS
 
 
-class _StepPrinter:
-    """Printing of steps, which counts the findings among them; with `watch_s`, progress replaces successful moves."""
-
-    def __init__(self, run: Run, writer: RowWriter, watch_s: float | None) -> None:
-        self._run, self._writer, self._watch_s = run, writer, watch_s
-        self.finding_count = 0
-
-    def print(self, step: Step | PlainRow) -> None:
-        if self._run.out.output is not Output.ID or step.ledger is not None:
-            self._writer.row(step)
-
-    def take(self, step: Step) -> None:
-        from bkctl.replication.departure import BLOCKING_RESULTS, StepResult
-
-        self.finding_count += step.result in BLOCKING_RESULTS
-        if self._watch_s is None or step.result not in (StepResult.MOVED, StepResult.GONE):
-            self.print(step)
-
-
 def _depart(
     run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: PlainRow,
     *, pace: Pace, deadline_s: float | None, watch_s: float | None,
@@ -130,20 +107,30 @@ def _depart(
 
     Of its texts `left` describes the state that an interrupted one leaves.
     """
-    from bkctl.replication.departure import Drain
+    from bkctl.replication.departure import BLOCKING_RESULTS, Drain, StepResult
     from bkctl.replication.holdings import plan_move
 
     check_bookie_id(bookie)
     with run.job.working("Looking at the ledgers"):
         plan = plan_move(run.cluster, [bookie])
     with run.out.rows(_step_columns(run, plan), live=True) as writer:
-        steps = _StepPrinter(run, writer, watch_s)
+        finding_count = 0
+
+        def print_step(step: Step | PlainRow) -> None:
+            if run.out.output is not Output.ID or step.ledger is not None:
+                writer.row(step)
+
+        def take(step: Step) -> None:
+            nonlocal finding_count
+            finding_count += step.result in BLOCKING_RESULTS
+            if watch_s is None or step.result not in (StepResult.MOVED, StepResult.GONE):
+                print_step(step)  # Else progress stands for it.
 
         async def look(bookkeeper: BookKeeper) -> bool:
             departure = create(bookkeeper, bookie, plan)
             async with aclosing(departure.check(probe=run.dry_run)) as found:
                 async for step in found:
-                    steps.take(step)
+                    take(step)
             return departure.forbidden
 
         async def set_read_only(bookkeeper: BookKeeper) -> Step:
@@ -152,20 +139,20 @@ def _depart(
 
         async def work() -> None:
             for step in done:
-                steps.take(step)
+                take(step)
             async with run.access.bookkeeper(recorded) as bookkeeper:
                 departure = create(bookkeeper, bookie, plan, pace=pace, note=run.out.note)
                 progress = departure.mover.progress
-                said = nullcontext() if watch_s is None else repeating(watch_s, lambda: steps.print(_moving(progress)))
+                said = nullcontext() if watch_s is None else repeating(watch_s, lambda: print_step(_moving(progress)))
                 async with shown_progress(activity, progress), aclosing(departure.run()) as found, said:
                     async for step in found:
-                        steps.take(step)
+                        take(step)
 
         with run.job.working("Asking the bookies"):
             stays = run.job.ask(run.access.bookkeeper(run.cluster), look) or run.dry_run
         if not stays:
             run.consent.confirm(texts.question(plan))
-            steps.finding_count = 0
+            finding_count = 0
             done = []
             if create is Drain:
                 left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
@@ -178,7 +165,7 @@ def _depart(
             ):
                 run_within(run, work(), deadline_s, f"The {texts.noun} of {bookie}")
     what = f"{bookie} {'cannot be' if stays else 'is not'} {texts.done}"
-    run.out.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
+    run.out.finish_with(finding_count, f"finding: {what}", f"findings: {what}")
 
 
 @command(app, "decommission", asks=True, undo=True, dry_run=True, prints=rows_of(STEP_COLUMNS))
@@ -275,9 +262,7 @@ RISK_COLUMNS = Columns(
 
 #: Bookies of a set that may stop together; `given`: the user named it.
 TOGETHER_COLUMNS = Columns(
-    *fields(Kind.TEXT, bookieId="BOOKIE", rack="RACK"),
-    Column("GIVEN", "given", "given", Kind.BOOLEAN),
-    key="bookieId",
+    *fields(Kind.TEXT, bookieId="BOOKIE", rack="RACK"), Column("GIVEN", "given", "given", Kind.BOOLEAN), key="bookieId"
 )
 
 
@@ -316,8 +301,7 @@ def show_stop_risks(
     """
     from bkctl.replication.holdings import StopCheck
 
-    if largest and watch is not None:
-        raise UsageError("--max and --watch are given", hint="give one of them")
+    refuse_both("--max", largest, "--watch", watch)
     names = bookie_ids(bookies or ()) if bookies or not largest else []
     restarts = not for_good and min_replicas is None
     check = StopCheck(run.cluster, names, replica_count_min=min_replicas, restarts=restarts)
@@ -330,19 +314,22 @@ def show_stop_risks(
         )  # fmt: skip
     with run.job.working("Looking at the ledgers"):
         count = run.out.render(check.problems(), RISK_COLUMNS, findings=True)
-    staying = sum(
-        each.state == "rw" and each.bookie_id not in names for each in run.cluster.bookies.list(include_down=False)
-    )
     who = names[0] if len(names) == 1 else f"These {len(names)} bookies"
     if not count:
-        left, how = counted(staying, "writable bookie", "writable bookies"), "restart" if restarts else "stop"
-        run.out.note(f"{who} may {how}; {left} would remain, and ledgers with larger ensembles could not be created")
+        run.out.note(f"{who} may {'restart' if restarts else 'stop'}; {_remaining_text(run, names)}")
     if check.under_quorum:
         run.out.note(
-            f"Not for good: {counted(len(check.under_quorum), 'ledger', 'ledgers')} would have fewer replicas than the "
+            f"Not for good: {counted(len(check.under_quorum), 'ledger')} would have fewer replicas than the "
             "ack quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
         )
     run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
+
+
+def _remaining_text(run: Run, leaving: Collection[str]) -> str:
+    """Return the state of the cluster without the bookies `leaving`."""
+    up = run.cluster.bookies.list(include_down=False)
+    left = sum(each.state == "rw" and each.bookie_id not in leaving for each in up)
+    return f"{counted(left, 'writable bookie')} would remain, and ledgers with larger ensembles could not be created"
 
 
 def _show_together(run: Run, names: list[str], replica_count_min: int | None) -> bool:
@@ -361,10 +348,6 @@ def _show_together(run: Run, names: list[str], replica_count_min: int | None) ->
     rows = (PlainRow(bookie_id=name, rack=racks.get(name), given=name in names) for name in found)
     run.out.render(rows, TOGETHER_COLUMNS, findings=True)
     run.out.finish_with(not found, "finding: no bookie may stop now", "")
-    left = sum(each.state == "rw" and each.bookie_id not in found for each in bookies)
-    run.out.note(
-        f"{counted(len(found), 'bookie', 'bookies')} may stop together, and no other one with them; "
-        f"{counted(left, 'writable bookie', 'writable bookies')} would remain, and ledgers with larger ensembles could "
-        "not be created"
-    )
+    together = f"{counted(len(found), 'bookie')} may stop together, and no other one with them"
+    run.out.note(f"{together}; {_remaining_text(run, found)}")
     return True

@@ -157,7 +157,6 @@ def unset_racks(run: Run, bookies: ManyBookies) -> None:
         run.out.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")
 
 
-#: The bookies to list.
 State = StrEnum("State", "RW RO DOWN ALL")
 
 
@@ -175,8 +174,8 @@ def _endpoints(row: PlainRow) -> list[dict[str, Any]]:
     return [{name: getattr(endpoint, name) for name in names} for endpoint in endpoints]
 
 
-def _endpoints_text(endpoints: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{each['protocol']}://{each['host']}:{each['port']}" for each in endpoints) or "-"
+def _url(endpoint: dict[str, Any]) -> str:
+    return f"{endpoint['protocol']}://{endpoint['host']}:{endpoint['port']}"
 
 
 _BOOKIE: Final = (
@@ -194,7 +193,7 @@ BOOKIE_COLUMNS = Columns(
     _ADDRESS,
     Column("RACK", "rack", "rack"),
     _SCOPES,
-    _ENDPOINTS.replaced(wraps=True, text=_endpoints_text),
+    _ENDPOINTS.replaced(wraps=True, text=lambda endpoints: ", ".join(map(_url, endpoints)) or "-"),
     key="bookieId",
     none="No bookies",
 )
@@ -265,9 +264,7 @@ SHOW_TABLE_COLUMNS = Columns(
 
 def _endpoint_line(endpoint: dict[str, Any]) -> str:
     more = [*endpoint["auth"], *endpoint["extensions"]]
-    return f"{endpoint['id']}: {endpoint['protocol']}://{endpoint['host']}:{endpoint['port']}" + (
-        f" ({', '.join(more)})" if more else ""
-    )
+    return f"{endpoint['id']}: {_url(endpoint)}" + (f" ({', '.join(more)})" if more else "")
 
 
 def _show_row(cluster: Cluster, bookie_id: str) -> PlainRow:
@@ -314,7 +311,6 @@ def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[PlainR
     return rows
 
 
-#: The order of `bookies usage`.
 UsageOrder = StrEnum("UsageOrder", "BOOKIE USED FREE")
 
 USAGE_COLUMNS = Columns(

@@ -69,7 +69,7 @@ _REFRESH_S: Final = 0.2
 def _speed_text(progress: MoveProgress) -> str:
     text = f"{size_text(int(progress.bytes_per_s))}/s"
     if progress.locked_count:
-        text += f", {counted(progress.locked_count, 'ledger', 'ledgers')} locked by others"
+        text += f", {counted(progress.locked_count, 'ledger')} locked by others"
     return text
 
 
@@ -152,7 +152,7 @@ def ledger_width(plan: MovePlan) -> int:
 def loss_text(
     plan: MovePlan, names: Sequence[str], up: Sequence[RegisteredBookie], *, skip_open: bool, delete_cookie: bool
 ) -> str:
-    text = f"{counted(len(plan.ledgers), 'ledger', 'ledgers')} on {', '.join(names)} would be copied to other bookies"
+    text = f"{counted(len(plan.ledgers), 'ledger')} on {', '.join(names)} would be copied to other bookies"
     if plan.size_bytes:
         text += f", about {size_text(plan.size_bytes)}"
     if plan.crowded:
@@ -359,8 +359,8 @@ class _Recovery:
                         self._skipped.add(move.ledger)
             progress, moved_count = mover.progress, outcomes[MoveOutcome.MOVED]
             self._notes = [
-                f"{moved_count:,} of {counted(len(plan.ledgers), 'ledger', 'ledgers')} moved: "
-                f"{counted(progress.entry_count, 'entry', 'entries')}, {size_text(progress.size_bytes)}, "
+                f"{moved_count:,} of {counted(len(plan.ledgers), 'ledger')} moved: "
+                f"{counted(progress.entry_count, 'entry')}, {size_text(progress.size_bytes)}, "
                 f"in {time_text(progress.elapsed_s)}"
             ]
             if self._delete_cookie:
@@ -381,11 +381,11 @@ class _Recovery:
         if unrecoverable:
             problems.append(f"{counted(unrecoverable, 'ledger is', 'ledgers are')} unrecoverable")
         if failed:
-            problems.append(f"{counted(failed, 'ledger', 'ledgers')} could not be moved")
+            problems.append(f"{counted(failed, 'ledger')} could not be moved")
         if kept:
             problems.append(
                 f"the {'cookie stays' if len(self._names) == 1 else 'cookies stay'}, for "
-                f"{counted(kept, 'ledger', 'ledgers')} still {'has' if kept == 1 else 'have'} entries there"
+                f"{counted(kept, 'ledger')} still {'has' if kept == 1 else 'have'} entries there"
             )
         text = "; ".join(problems)
         out.finish_with(len(problems), f"finding: {text}", f"findings: {text}")
@@ -410,7 +410,7 @@ def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> No
 
     with run.job.working("Looking at the ledgers"):
         run.out.render(rows(), fragment_columns(names, planned=False))
-    run.out.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
+    run.out.note(f"{counted(count, 'ledger')} on {', '.join(names)}" + (" (marked *)" if count else ""))
     run.out.finish_with(
         damaged, "ledger on them has metadata that cannot be read", "ledgers on them have metadata that cannot be read"
     )
@@ -445,5 +445,5 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
             run.access.bookkeeper(run.cluster),
             lambda bookkeeper: BookieMover(bookkeeper, names, skip_open=skip_open).planned(ids), take,
         )  # fmt: skip
-    run.out.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}")
+    run.out.note(f"{counted(count, 'ledger')} on {', '.join(names)}")
     run.out.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 app = group()
 
-#: The form that `extract` writes.
 ExtractFormat = StrEnum("ExtractFormat", "LOG NDJSON RAW")
 
 LedgerToExtract = Annotated[
@@ -163,7 +162,7 @@ def extract(
         )
         problems.insert(0, full)
     run.out.raise_first(problems)
-    run.out.finish_with(finding_count, "finding", "findings")
+    run.out.finish_with(finding_count)
 
 
 def _last_entry_id(run: Run, ledger: LedgerId) -> int | None:
@@ -187,7 +186,7 @@ def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryI
     if entries != (None, None):
         wanted = f"from {entries.first or 0} to {'the last' if entries.last is None else entries.last} "
     raise NotFound(
-        f"No entry {wanted}of ledger {extraction.ledger} in {counted(log_count, 'log', 'logs')}",
+        f"No entry {wanted}of ledger {extraction.ledger} in {counted(log_count, 'log')}",
         hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
     )
 

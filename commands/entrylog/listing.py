@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from enum import StrEnum
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -24,19 +24,19 @@ from ..kit.records import (
     Records,
     collect_errors,
     directories_argument,
+    named_files,
     note_digests,
     print_records,
+    records_in,
     shown_record_columns,
 )
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
-from ..kit.values import tap
+from ..kit.values import refuse_both, tap
 
 if TYPE_CHECKING:
     from bkctl.checks.garbage import LogUse, Thresholds
     from bkctl.checks.log_check import LogCheck
-    from bkctl.files.directories import BookieDirectories
-    from bkctl.files.listing import EntryLogSummary, RecordFilter
-    from bkctl.files.scan import RecordBatch
+    from bkctl.files.listing import EntryLogSummary
     from bkctl.metadata.liveness import Liveness
 
 app = group()
@@ -50,7 +50,6 @@ LogNames = Annotated[
     ),
 ]
 
-#: The order of a list of logs.
 LogOrder = StrEnum("LogOrder", "ID SIZE GARBAGE AGE")
 
 SortOption = Annotated[
@@ -97,23 +96,14 @@ def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None)
     given = run.access.directories(directories, needed=not names)
     if not names:
         return [file.path for file in given.entry_logs()]
-    return list(dict.fromkeys(path for name in names for path in _logs_named(given, name)))
-
-
-def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
-    from bkctl.files.directories import BookieDirectories
-
-    if name and Path(name).is_dir():
-        return [file.path for file in BookieDirectories.at(name).of_a_bookie().entry_logs()]
-    return [given.resolve_entry_log(name)]
+    return named_files(given, names, methodcaller("entry_logs"), given.resolve_entry_log)
 
 
 AllOption = Annotated[bool, flag("--all", "Read all logs of --dir or --conf, as without LOG.")]
 
 
 def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | None, every: bool) -> list[Path]:
-    if names and every:
-        raise UsageError("--all and LOG are given", hint="give one of them")
+    refuse_both("--all", every, "LOG", names)
     return find_logs(run, names, directories)
 
 
@@ -164,7 +154,6 @@ def list_logs(
     $ bkctl entrylog list --conf bk_server.conf
     $ bkctl entrylog list --conf bk_server.conf --sort size
     """
-    from bkctl.checks.garbage import log_uses
     from bkctl.files.listing import entry_log_summaries
 
     order = log_order(run, sort)
@@ -180,11 +169,11 @@ def list_logs(
         rows = [PlainRow(summary=summary, use=uses.get(path)) for path, summary in found.items()]
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
         run.out.render(rows, LOG_GARBAGE_COLUMNS)
-    elif order is LogOrder.ID:
-        run.out.render((PlainRow(summary=each) for each in summaries), LOG_COLUMNS)
     else:
-        ordered = sorted(summaries, key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms)
-        run.out.render((PlainRow(summary=each) for each in ordered), LOG_COLUMNS)
+        if order is not LogOrder.ID:
+            by_size = order is LogOrder.SIZE
+            summaries = iter(sorted(summaries, key=lambda each: -each.file.size if by_size else each.file.mtime_ms))
+        run.out.render((PlainRow(summary=each) for each in summaries), LOG_COLUMNS)
 
 
 SHARE_COLUMNS = Columns(
@@ -243,27 +232,13 @@ def read(run: Run, records: Records, names: LogNames = None, directories: DirOpt
     $ bkctl entrylog read 0 --conf bk_server.conf
     $ bkctl entrylog read 0 --conf bk_server.conf --ledger 12 --body
     """
-    with run.job.working("Reading entry logs"):
-        files = _files(find_logs(run, names, directories), records.filter())
-        print_records(run, files, "logId", records)
-
-
-def _files(paths: list[Path], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[RecordBatch]]]:
+    from bkctl.files.entry_log import EntryLogReader
     from bkctl.formats.entry_log import content_id_of
 
-    for path in paths:
-        yield path, content_id_of(path.name), _records(path, chosen)
-
-
-def _records(path: Path, chosen: RecordFilter) -> Iterator[RecordBatch]:
-    from bkctl.files.entry_log import EntryLogReader
-
-    try:
-        reader = EntryLogReader.open(path)
-    except NotFound:
-        return  # A running bookie deleted it meanwhile.
-    with reader:
-        yield from chosen.of_entry_log(reader)
+    with run.job.working("Reading entry logs"):
+        paths, found = find_logs(run, names, directories), records.filter().of_entry_log
+        files = ((path, content_id_of(path.name), records_in(path, EntryLogReader.open, found)) for path in paths)
+        print_records(run, files, "logId", records)
 
 
 #: Mismatches of one log that are printed one by one below a table.
@@ -338,8 +313,7 @@ def verify(
     """
     from bkctl.checks.log_check import check_entry_logs
 
-    if no_digests and digest.wanted:
-        raise UsageError("--no-digests and --digest are given", hint="give one of them")
+    refuse_both("--no-digests", no_digests, "--digest", digest.wanted)
     logs = find_logs(run, names, directories)
     index_dirs = run.access.directories(directories, needed=False).index_dirs
     checked = CheckedFiles(run.out, attrgetter("entry_count"))
@@ -350,11 +324,11 @@ def verify(
     ):
         checks = tap(check_entry_logs(logs, checker, index_dirs=index_dirs, pace=pace), lambda _: activity.advance())
         checked.render(_saying_more(run, checks), CHECK_COLUMNS)
-    checked.note_sound("entry log is", "entry logs are", "entry", "entries")
+    checked.note_sound("entry log is", "entry logs are", "entry")
     if checker is not None:
         note_digests(run, checker)
     run.out.raise_first(checked.errors)
-    run.out.finish_with(checked.finding_count, "finding", "findings")
+    run.out.finish_with(checked.finding_count)
 
 
 def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
@@ -367,8 +341,7 @@ def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
             if len(row.mismatches) > NOTES_MAX:
                 notes.append(f"{row.path}: more entries do not match; -o json lists all")
         yield row
-    for note in notes:
-        run.out.note(note)
+    run.out.note(*notes)
 
 
 #: Live ledgers of a log whose topics are named.
@@ -558,11 +531,11 @@ class _GarbageTotals:
             yield row
 
     def __str__(self) -> str:
-        logs = counted(self.count, "log", "logs")
+        logs = counted(self.count, "log")
         parts = [f"{size_text(self.total)} of entries in {logs}, {size_text(self.garbage)} garbage"]
         for name, verb in (("delete", "deletion"), ("minor", "minor compaction"), ("major", "major compaction alone")):
             if name in self.logs:
                 rewriting = f", rewriting {size_text(self.rewritten[name])}" if self.rewritten[name] else ""
-                logs = counted(self.logs[name], "log", "logs")
+                logs = counted(self.logs[name], "log")
                 parts.append(f"{verb} of {logs} frees {size_text(self.freed[name])}{rewriting}")
         return "; ".join(parts)

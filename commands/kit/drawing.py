@@ -19,7 +19,6 @@ from .lines import cell_text
 from .terminal import emit, terminal_width
 from .texts import plain
 
-#: The width of a bar.
 _BAR_MIN: Final = 8
 _BAR_MAX: Final = 24
 #: The columns of a panel's edge beside its title.

@@ -11,6 +11,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import GivenLedgerId, LedgerId, parse_scope_id, resolve_ledger
 
 from .options import Composite, argument, combined, option
+from .values import refuse_both
 
 LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
@@ -167,8 +168,7 @@ def _scope(help: str, *, default: int | None) -> Composite:
     """Return `--ledger-scope-id` and `--all-scopes` as one scope (None: all); `default` where none is named."""
 
     def resolve(scope_id: int | None, is_all: bool) -> int | None:
-        if is_all and scope_id is not None:
-            raise UsageError("--all-scopes and --ledger-scope-id are given", hint="give one of them")
+        refuse_both("--all-scopes", is_all, "--ledger-scope-id", scope_id)
         return None if is_all else default if scope_id is None else scope_id
 
     return combined(resolve, scope_option(help), option("--all-scopes", "Ledgers of every scope.", bool, False))

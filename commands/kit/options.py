@@ -19,7 +19,7 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.pace import Pace
 
-from .values import checked, parse_duration, parse_number, parse_size
+from .values import checked, parse_duration, parse_number, parse_size, refuse_both
 
 PASSWORD_SIZE_BYTES_MAX: Final = 65536
 WATCH_S_DEFAULT: Final = 2.0
@@ -265,7 +265,6 @@ def _key_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
     return found
 
 
-#: `--custom-metadata KEY=VALUE`, repeatable.
 CustomMetadata = Annotated[
     dict[str, bytes],
     combined(
@@ -312,8 +311,7 @@ def file_argument(help: str) -> Composite:
     """Return the argument FILE, formerly `--file FILE` and `-f FILE`, as a Path."""
 
     def one_file(named: Path | None, by_option: Path | None) -> Path:
-        if named is not None and by_option is not None:
-            raise UsageError(f"{named} and --file {by_option} are given", hint="give one of them")
+        refuse_both(str(named), named, f"--file {by_option}", by_option)
         file = named or by_option
         if file is None:
             raise UsageError("No file is named", hint="give it as FILE")
@@ -374,8 +372,7 @@ def read_password_file(path: Path) -> bytes:
 
 def ledger_password(text: str | None, file: Path | None) -> bytes:
     """Return the password of --password or --password-file, else that of the environment, else an empty one."""
-    if text is not None and file is not None:
-        raise UsageError("--password and --password-file are given", hint="give one of them")
+    refuse_both("--password", text if text is None else True, "--password-file", file)
     if file is not None:
         return read_password_file(file)
     return os.fsencode(os.environ.get("BKCTL_LEDGER_PASSWORD", "") if text is None else text)
@@ -406,7 +403,6 @@ def _entry_range(first: int | None, last: int | None) -> EntryIdRange:
     return EntryIdRange(first, last)
 
 
-#: `--from` and `--to` of entry ids.
 Entries = Annotated[
     EntryIdRange,
     combined(

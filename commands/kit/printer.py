@@ -206,7 +206,7 @@ class Printer:
         """True if stdout gets colours."""
         return wants_color(sys.stdout, no_color=self._no_color)
 
-    def finish_with(self, count: int, one: str, many: str) -> None:
+    def finish_with(self, count: int, one: str = "finding", many: str | None = None) -> None:
         """Raise FindingsError (exit code 3) for `count` findings, if any; `one` and `many` as in `counted`."""
         if count:
             raise FindingsError(counted(count, one, many))

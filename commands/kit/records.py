@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from enum import StrEnum
 from operator import itemgetter
 from pathlib import Path
@@ -34,6 +34,7 @@ from .texts import NULL, counted, words
 
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
+    from bkctl.files.directories import BookieDirectories, BookieFile
     from bkctl.files.listing import RecordFilter
     from bkctl.files.scan import RecordBatch
     from bkctl.formats.entry import DigestType
@@ -120,7 +121,6 @@ def directories_argument(help: str) -> Composite:
     )
 
 
-#: The bookie's directories.
 Directories = Annotated[Sequence[Path], directories_argument("The bookie's directories (default: as in --conf).")]
 ShowSecretsOption = Annotated[bool, flag("--show-secrets", "Print the master keys, too.")]
 
@@ -224,8 +224,7 @@ def print_records(
             stack.enter_context(run.out.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
     if tally.unknown:
         run.out.note(
-            f"{counted(tally.unknown, 'entry', 'entries')} of scope 0 without a known start of the payload; "
-            "add --digest-type"
+            f"{counted(tally.unknown, 'entry')} of scope 0 without a known start of the payload; add --digest-type"
         )
     run.out.raise_first(errors)
     first = options.position_first or 0
@@ -289,8 +288,36 @@ def note_digests(run: Run, checker: DigestChecker, *, always: bool = False) -> N
         matched = counted(sum(counts.matched.values()), "entry matches its digest", "entries match their digests")
         run.out.note(f"{matched}, {counts.mismatched:,} do not; {counts.unprotected:,} have none")
     if (hint := checker.hint()) is not None:
-        unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
+        unchecked = counted(counts.unknown + counts.without_password, "entry")
         run.out.note(f"{unchecked} could not be checked: {hint}")
+
+
+def records_in(
+    path: Path, open_file: Callable[[Path], AbstractContextManager[R]], read: Callable[[R], Iterator[RecordBatch]]
+) -> Iterator[RecordBatch]:
+    """Yield the records that `read` finds in a file; none in one that a running bookie deleted meanwhile."""
+    try:
+        reader = open_file(path)
+    except NotFound:
+        return
+    with reader as opened:
+        yield from read(opened)
+
+
+def named_files(
+    given: BookieDirectories,
+    names: Iterable[str],
+    files: Callable[[BookieDirectories], Iterable[BookieFile]],
+    resolve: Callable[[str], Path],
+) -> list[Path]:
+    """Return the files that arguments name, each once: `files` in a directory, or the file that `resolve` finds."""
+    from bkctl.files.directories import BookieDirectories
+
+    found: list[Path] = []
+    for name in names:
+        is_dir = name and Path(name).is_dir()
+        found += (each.path for each in files(BookieDirectories.at(name).of_a_bookie())) if is_dir else [resolve(name)]
+    return list(dict.fromkeys(found))
 
 
 def collect_errors(rows: Iterable[R], errors: list[BkctlError]) -> Iterator[R]:

@@ -64,6 +64,12 @@ def parse_number(text: str, name: str) -> int:
     return int(text, 0 if text[1:2] in "xX" else 10)
 
 
+def refuse_both(first: str, is_first: object, second: str, is_second: object, hint: str = "give one of them") -> None:
+    """Raise UsageError if both are given: neither None, nor False or empty."""
+    if all(each is not None and each is not False and each not in ([], "", ()) for each in (is_first, is_second)):
+        raise UsageError(f"{first} and {second} are given", hint=hint)
+
+
 def parse_switch(text: str, name: str) -> bool:
     """Return True for 1, true and yes, False for 0, false and no. Raises UsageError, which begins with `name`."""
     if text.lower() not in ("0", "1", "false", "true", "no", "yes"):

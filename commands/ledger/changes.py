@@ -139,7 +139,7 @@ def _loss(plan: RemovalPlan) -> str:
         assert metadata is not None
         known = "not closed"
         if metadata.state.name == "CLOSED":
-            known = f"{counted(metadata.last_entry_id + 1, 'entry', 'entries')}, {size_text(metadata.length)}"
+            known = f"{counted(metadata.last_entry_id + 1, 'entry')}, {size_text(metadata.length)}"
         return f"Ledger {first[0].ledger} ({metadata.state.name}, {known}) would be lost"
     names = ", ".join(str(row.ledger) for row in first)
     more = ", …" if len(plan.ledgers) > len(first) else ""
@@ -224,7 +224,7 @@ def _question(opened: list[str], losses: Mapping[LedgerId, RecoveryLoss]) -> str
 
 
 def _recovery_loss_text(ledger: LedgerId, loss: RecoveryLoss) -> str:
-    entries = counted(loss.last_entry_id - loss.readable_entry_id, "entry", "entries")
+    entries = counted(loss.last_entry_id - loss.readable_entry_id, "entry")
     known = "no entry" if loss.readable_entry_id < 0 else f"entry {loss.readable_entry_id}"
     return (
         f"Ledger {ledger}: {entries} up to its last entry {loss.last_entry_id} cannot be read, and its length stays "
@@ -276,15 +276,15 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadP
         )  # fmt: skip
         run.job.take_each(run.access.bookkeeper(run.cluster, protocol), findings, writer.row)
     if writer.count:
-        where = counted(len(ledgers), "ledger", "ledgers")
-        raise FindingsError(f"{counted(writer.count, 'finding', 'findings')} in {where}")
+        where = counted(len(ledgers), "ledger")
+        raise FindingsError(f"{counted(writer.count, 'finding')} in {where}")
 
 
 def _note_verified(out: Printer, ledger: LedgerId, done: Verification) -> None:
-    found = counted(done.finding_count, "finding", "findings")
+    found = counted(done.finding_count, "finding")
     out.note(
         f"Ledger {ledger} {f'has {found}' if done.finding_count else 'is sound'}: "
-        f"{counted(done.entry_count, 'entry', 'entries')}, {counted(done.replica_count, 'replica', 'replicas')} read"
+        f"{counted(done.entry_count, 'entry')}, {counted(done.replica_count, 'replica')} read"
     )
 
 

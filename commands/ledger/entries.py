@@ -35,6 +35,7 @@ from ..kit.options import (
     word,
 )
 from ..kit.terminal import flush
+from ..kit.values import refuse_both
 from .listing import LEDGER_COLUMNS
 
 if TYPE_CHECKING:
@@ -145,8 +146,7 @@ def _shown_columns() -> Columns:
 
 def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
     """Return the password to open a ledger with; None opens it as an administrator."""
-    if as_admin and password:
-        raise UsageError("--as-admin and a password are given", hint="drop one of them")
+    refuse_both("--as-admin", as_admin, "a password", bool(password), "drop one of them")
     return None if as_admin else password
 
 
@@ -221,8 +221,7 @@ def read(
     secret = _secret(password, as_admin=as_admin)
     if last is not None and (entries.first is not None or limit is not None):
         raise UsageError("--last excludes --from and --limit")
-    if entries.last is not None and limit is not None:
-        raise UsageError("--to and --limit are given", hint="give one of them")
+    refuse_both("--to", entries.last, "--limit", limit)
     runs = partial(
         read_ledger, ledger=ledger, entries=EntriesToRead(entries.first, entries.last, limit, last), password=secret,
         recovery=recover, bookie_id=bookie, verify=not no_verify, note=run.out.detail,
@@ -260,8 +259,7 @@ def tail_ledger(
 
     form = _entry_form(run, ledger, format, template, delimiter)
     secret = _secret(password, as_admin=as_admin)
-    if start is not None and last is not None:
-        raise UsageError("--from and --last are given", hint="give one of them")
+    refuse_both("--from", start, "--last", last)
     if start is not None and start < 0:
         raise UsageError(f"--from {start}: entry ids are 0 or more")
     runs = partial(

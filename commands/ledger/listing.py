@@ -35,6 +35,7 @@ from ..kit.options import (
 )
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted, readable_text
+from ..kit.values import refuse_both
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.overview import LedgerQuery
@@ -168,8 +169,7 @@ def list_ledgers(
     """
     from bkctl.metadata.admin.overview import LedgerListing, ledgers_by_application
 
-    if by is not None and count:
-        raise UsageError("--by and --count are given", hint="drop one of them")
+    refuse_both("--by", by, "--count", count, "drop one of them")
     start, limit = _first_ledger(after, scope_id), run.out.limit_sorted(limit)
     prints_ids = run.out.output is Output.ID and run.out.selection == ALL
     needs_rows = by is not None or query.needs_metadata or not (count or prints_ids)
@@ -189,7 +189,7 @@ def list_ledgers(
             _print_ids(run, cluster.ledgers.batches(scope_id, start))
         if watch is None:
             if query.needs_metadata and limit is None and sys.stdout.isatty():
-                run.out.note(f"{listing.found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
+                run.out.note(f"{listing.found_count:,} of {counted(activity.done, 'ledger')}")
             _note_other_scopes(run, scope_id)
     run.out.finish_with(
         len(listing.unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
@@ -216,8 +216,8 @@ def _note_other_scopes(run: Run, scope_id: int | None) -> None:
     elif scope_id is not None:
         at_least = "at least " if ledgers == OTHERS_COUNTED_MAX else ""
         run.out.note(
-            f"No ledgers in scope {scope_id}; {counted(scopes, 'other scope', 'other scopes')} with {at_least}"
-            f"{counted(ledgers, 'ledger', 'ledgers')}: add --all-scopes, or --ledger-scope-id SCOPE"
+            f"No ledgers in scope {scope_id}; {counted(scopes, 'other scope')} with {at_least}"
+            f"{counted(ledgers, 'ledger')}: add --all-scopes, or --ledger-scope-id SCOPE"
         )
 
 
@@ -347,8 +347,7 @@ def locate_ledgers(
 
     if entry is not None and not 0 <= entry < 1 << 63:
         raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")
-    if every_entry and entry is not None:
-        raise UsageError("--every-entry and --entry are given", hint="use --check --entry for one entry")
+    refuse_both("--every-entry", every_entry, "--entry", entry, "use --check --entry for one entry")
     columns = PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS
     asks = check or every_entry
     if asks:

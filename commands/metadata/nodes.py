@@ -320,5 +320,5 @@ def _last_undo_file(run: Run) -> Path:
     if last is None:
         raise NotFound(f"No undo file of {run.cluster.uri} in {run.consent.undo_directory}", hint="name one as FILE")
     command = shlex.join(last.command)
-    run.out.note(f"{counted(last.change_count, 'change', 'changes')} of {last.time}: {command}")
+    run.out.note(f"{counted(last.change_count, 'change')} of {last.time}: {command}")
     return last.path

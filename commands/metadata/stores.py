@@ -227,7 +227,7 @@ def diff(
         count = run.out.render(rows, DIFFERENCE_COLUMNS, findings=True)
     if not count:
         run.out.note("No differences")
-    run.out.finish_with(count, "difference", "differences")
+    run.out.finish_with(count, "difference")
 
 
 def _open(run: Run, text: str | None) -> DumpSource:
@@ -369,7 +369,7 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
         count = run.out.render(found, FINDING_COLUMNS, findings=True)
     if not count:
         run.out.note("The metadata is sound")
-    run.out.finish_with(count, "finding", "findings")
+    run.out.finish_with(count)
 
 
 ORPHAN_COLUMNS = Columns(
@@ -403,10 +403,10 @@ def list_orphans(
         run.out.note("No orphans")
     removable = [each for each in found if each.removable]
     if not delete or run.dry_run or not removable:
-        run.out.finish_with(len(found), "orphan", "orphans")
+        run.out.finish_with(len(found), "orphan")
         return
     node_count = sum(each.node_count for each in removable)
-    run.consent.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {run.cluster.uri}")
+    run.consent.confirm(f"{counted(node_count, 'node')} would be removed from {run.cluster.uri}")
     with (
         run.recorded() as recorded,
         run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"),

@@ -18,6 +18,7 @@ from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, flag, option, parameter, word
 from ..kit.settings import SETTINGS
 from ..kit.texts import counted
+from ..kit.values import refuse_both
 from .saves import SAVE_OPTIONS, Saves, Section, check_saves, check_spark_saves, frame_rows, write_pages
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class GivenBookies(NamedTuple):
 
 
 def _given_bookies(places: list[str] | None, facts: str | None) -> GivenBookies:
-    if places and facts is not None:
-        raise UsageError("Bookies' files and --facts are given", hint="give one of them")
+    refuse_both("Bookies' files", places, "--facts", facts if facts is None else True)
     return GivenBookies(places or [], facts)
 
 
@@ -214,7 +214,7 @@ def read_bookies(run: Run, given: GivenBookies) -> Bookies:
         return bookies_at(run, given.places)
     facts = Facts(given.facts)
     first, last = (f"{each(bookie.started_at for bookie in facts):%Y-%m-%d %H:%M:%S} UTC" for each in (min, max))
-    run.out.note(f"Facts of {counted(len(facts), 'bookie', 'bookies')}, extracted from {first} to {last}")
+    run.out.note(f"Facts of {counted(len(facts), 'bookie')}, extracted from {first} to {last}")
     return facts
 
 
@@ -276,9 +276,14 @@ class JobResult(ABC):
     def rows(self, by: Any) -> Frame:
         """Return the rows of `--by`."""
 
-    @abstractmethod
+    @property
+    def lines(self) -> list[str]:
+        """The lines of `notes` that need no sums."""
+        return []
+
     def notes(self, shown: Sums) -> list[str]:
         """Return the lines below the rows, whose sums are `shown`."""
+        return self.lines
 
     @abstractmethod
     def sections(self) -> list[Section]:
@@ -312,9 +317,8 @@ def show_result(
     with read_job(run, given, label, columns[by], connects=connects) as job:
         found = result_of(job)
         frame_rows(run, found.rows(by), columns[by], given.saves, shown.add)
-        for line in found.notes(shown):
-            run.out.note(line)
+        run.out.note(*found.notes(shown))
         write_pages(given.saves.pages, title or label.capitalize(), found.sections, job.bookies)
         problems, findings = found.problems(), found.finding_count(shown)
     run.out.raise_first(problems)
-    run.out.finish_with(findings, "finding", "findings")
+    run.out.finish_with(findings)

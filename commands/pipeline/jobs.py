@@ -130,7 +130,7 @@ class InventoryResult(JobResult):
         return totals(job.session, job.bookies, self._shares, Grouping(by.value), job.connection)
 
     def notes(self, shown: Sums) -> list[str]:
-        return [f"{size_text(shown['size'])} in {counted(shown['entryCount'], 'entry', 'entries')}"]
+        return [f"{size_text(shown['size'])} in {counted(shown['entryCount'], 'entry')}"]
 
     def problems(self) -> list[BkctlError]:
         return [Corrupt(row.reason) for row in self.damages]
@@ -164,16 +164,10 @@ _PLOTS: Final[tuple[tuple[str, InventoryBy, Callable[[Any], str]], ...]] = (
     ("The largest ledgers", InventoryBy.LEDGER, _ledger_name),
 )
 
-_PROBLEM_STYLE = {
-    "missing": RED,
-    "damaged": RED,
-    "misplaced": RED,
-    "notCompared": RED,
-    "unreadable": RED,
-    "notIndexed": YELLOW,
+_PROBLEM_STYLE = dict.fromkeys(("missing", "damaged", "misplaced", "notCompared", "unreadable"), RED) | {
+    "notIndexed": YELLOW
 }
 
-#: The words of `integrity --by`.
 IntegrityBy = StrEnum("IntegrityBy", "ENTRY LEDGER BOOKIE LOG")
 
 _PROBLEM = Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE)
@@ -243,13 +237,9 @@ class IntegrityResult(JobResult):
     def finding_count(self, shown: Sums) -> int:
         return shown.get("findingCount", shown.count)
 
-    def notes(self, shown: Sums) -> list[str]:
-        """Return one line about the checked replicas, and one about the bookies that were not checked."""
-        return self.lines
-
     @cached_property
     def lines(self) -> list[str]:
-        """Return the lines of `notes`."""
+        """The checked replicas, and the bookies that were not checked."""
         (checked,) = self.result.checked.collect()
         notes = [
             f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
@@ -257,7 +247,7 @@ class IntegrityResult(JobResult):
         ]
         absent = self.result.unchecked.collect()
         if absent:
-            names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
+            names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger')})" for row in absent)
             notes.append(f"Not checked, since their files are not given: {names}")
         return notes
 
@@ -274,7 +264,6 @@ class IntegrityResult(JobResult):
         return [Section("Integrity", ". ".join(self.lines), [plot, found])]
 
 
-#: The words of `garbage --by`.
 GarbageBy = StrEnum("GarbageBy", "ENTRYLOG BOOKIE LEDGER")
 
 _USE = _sizes(totalSize="TOTAL", remainingSize="REMAINING", garbageSize="GARBAGE")
@@ -340,19 +329,17 @@ class GarbageResult(JobResult):
             return orphans(self._shares)
         return by_bookie(self._uses) if by is GarbageBy.BOOKIE else self._uses
 
-    def notes(self, shown: Sums) -> list[str]:
-        return [self.summary()]
-
-    def summary(self) -> str:
+    @cached_property
+    def lines(self) -> list[str]:
         sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
-        orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger", "orphaned ledgers")
-        return (
-            f"{size_text(sums['totalSize'])} of entries in {counted(sums['logCount'], 'log', 'logs')}, "
+        orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger")
+        return [
+            f"{size_text(sums['totalSize'])} of entries in {counted(sums['logCount'], 'log')}, "
             f"{size_text(sums['garbageSize'])} garbage of {orphans}; "
-            f"compaction of {counted(sums['compactedCount'], 'log', 'logs')} frees "
+            f"compaction of {counted(sums['compactedCount'], 'log')} frees "
             f"{size_text(sums['reclaimableSize'])}, rewriting "
             f"{size_text(sums['rewrittenSize'])}"
-        )
+        ]
 
     def problems(self) -> list[BkctlError]:
         """Return why logs are incomplete or ledgers of unknown state."""
@@ -375,7 +362,7 @@ class GarbageResult(JobResult):
             table(*logs),
             table(*tables[GarbageBy.LEDGER], title="Orphaned ledgers"),
         ]
-        return [Section("Garbage", self.summary(), blocks)]
+        return [Section("Garbage", self.lines[0], blocks)]
 
 
 def _parts(row: Any) -> dict[str, int]:
@@ -386,7 +373,6 @@ def _log_text(row: Any) -> str:
     return ("scoped/" if row.scoped else "") + (Path(row.file).name if row.logIdHex is None else f"{row.logIdHex}.log")
 
 
-#: The words of `journal-audit --by`.
 AuditBy = StrEnum("AuditBy", "JOURNAL ENTRY LEDGER BOOKIE LOG")
 
 _STATES = (
@@ -475,17 +461,15 @@ class JournalAuditResult(JobResult):
             return self._found.unlogged
         return entry_ranges(self._found.unlogged, by.value, ("logged", "replayed", "state"), self._connection)
 
-    def notes(self, shown: Sums) -> list[str]:
-        return [self.summary()]
-
-    def summary(self) -> str:
+    @cached_property
+    def lines(self) -> list[str]:
         sums = sums_of(self._found.journals.collect())
-        return (
+        return [
             f"A crash now would replay {sums['replayRecordCount']:,} records "
             f"({size_text(sums['replaySize'])}) of {sums.count:,} journals; {sums['unloggedCount']:,} entries "
             f"are in no entry log, {sums['unknownCount']:,} may be behind damage in a log; "
             f"{sums['recordsBehind']:,} records lie behind an end"
-        )
+        ]
 
     def problems(self) -> list[BkctlError]:
         """Return an error for each damaged journal: its file and the damage."""
@@ -512,7 +496,7 @@ class JournalAuditResult(JobResult):
             table(journals, AUDIT_COLUMNS[AuditBy.JOURNAL]),
             table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY], title="Entries that no entry log holds"),
         ]
-        return [Section("Journals", self.summary(), blocks)]
+        return [Section("Journals", self.lines[0], blocks)]
 
 
 _SUFFIX: Final = ".prom"
@@ -580,11 +564,11 @@ def report(
             (
                 "inventory", len(sized.damages),
                 f"{size_text(sums['size'])} in {sums['entryCount']:,} entries on "
-                f"{counted(len(job.bookies), 'bookie', 'bookies')}",
+                f"{counted(len(job.bookies), 'bookie')}",
             ),
             ("integrity", checked.result.findings.count(), "; ".join(checked.lines)),
-            ("garbage", len(wasted.problems()), wasted.summary()),
-            ("journal-audit", audited.finding_count(Sums()), audited.summary()),
+            ("garbage", len(wasted.problems()), wasted.lines[0]),
+            ("journal-audit", audited.finding_count(Sums()), audited.lines[0]),
         ]  # fmt: skip
         if textfile is not None:
             _write_textfile(
@@ -592,7 +576,7 @@ def report(
             )
     write_pages(saves, "Report", lambda: sections, job.bookies)
     run.out.render(parts, REPORT_COLUMNS)
-    run.out.finish_with(sum(count for _, count, _ in parts), "finding", "findings")
+    run.out.finish_with(sum(count for _, count, _ in parts))
 
 
 def _check_textfile(path: Path | None) -> None:

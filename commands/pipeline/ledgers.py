@@ -167,7 +167,7 @@ def export(
 
         former = [] if since is None else former_exports(session, _place(since), _place(path))
         if since is not None:
-            run.out.note(f"Closed ledgers of {counted(len(former), 'former export', 'former exports')} are left out")
+            run.out.note(f"Closed ledgers of {counted(len(former), 'former export')} are left out")
         rows = export_ledgers(
             session, _place(path), options, overwrite=overwrite, by_scope=not flat, states=states, since=former
         )
