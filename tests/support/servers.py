@@ -445,7 +445,8 @@ class Java:
     def share_classes(self) -> None:
         """Have JVMs start in about half the time: from an archive of the classes that servers and clients load.
 
-        Made once for each Java and release, from a short life of a small cluster. Without an archive all works as well.
+        Made once for each Java and release, from a short life of a small cluster; the list of classes from that life
+        serves other releases, too, whose JVMs skip names that they lack. Without an archive all works as well.
         """
         archive = self._archive()
         with locked(CACHE / "archives.lock"):
@@ -455,13 +456,16 @@ class Java:
             for old in archive.parent.glob(f"{self.version}-*"):
                 old.unlink()
             with tempfile.TemporaryDirectory(dir=archive.parent) as scratch:
-                directory, partial = Path(scratch), Path(scratch, "partial.jsa")
-                self._shared = (f"-XX:DumpLoadedClassList={directory}/%p.classes",)
-                self._live_shortly(directory)
-                lists = [each.read_text().splitlines() for each in sorted(directory.glob("*.classes"))]
-                (directory / "all").write_text("\n".join(dict.fromkeys(itertools.chain(*lists))) + "\n")
+                directory, partial, names = Path(scratch), Path(scratch, "partial.jsa"), archive.with_suffix(".classes")
+                if others := sorted(archive.parent.glob("*.classes")):
+                    names = others[-1]
+                else:
+                    self._shared = (f"-XX:DumpLoadedClassList={directory}/%p.classes",)
+                    self._live_shortly(directory)
+                    lists = [each.read_text().splitlines() for each in sorted(directory.glob("*.classes"))]
+                    names.write_text("\n".join(dict.fromkeys(itertools.chain(*lists))) + "\n")
                 subprocess.run(
-                    [self.java, "-Xshare:dump", "-XX:+UseSerialGC", f"-XX:SharedClassListFile={directory / 'all'}",
+                    [self.java, "-Xshare:dump", "-XX:+UseSerialGC", f"-XX:SharedClassListFile={names}",
                      f"-XX:SharedArchiveFile={partial}", "-cp", self.class_path],
                     stdin=subprocess.DEVNULL, capture_output=True, check=False,
                 )  # fmt: skip
