@@ -69,7 +69,15 @@ def pulsar(request: pytest.FixtureRequest, zookeeper: ZooKeeperServer, tmp_path:
             wait_for(lambda: brokers.brokers_since_ms() is None, "the end of a dead broker's session")
             store = f"zk:{zookeeper.connect_string}{chroot}"
             return stack.enter_context(
-                conversation(java, "org.apache.pulsar.broker.PulsarBroker", store, uri, *request.param, offloaded)
+                conversation(
+                    java,
+                    "org.apache.pulsar.broker.PulsarBroker",
+                    store,
+                    uri,
+                    *request.param,
+                    offloaded,
+                    errors_raise=True,
+                )
             )
 
         yield Pulsar(cluster, start)

@@ -166,7 +166,7 @@ def test_a_broker_loses_nothing_while_bookies_are_killed_and_rolled(release: Rel
     prepare = "bin/apply-config-from-env.py conf/bookkeeper.conf >&2\n"
     java = JavaInPod(release.network, 40)
     store = f"zk:{release.zookeeper.connect_string}"
-    with conversation(java, "org.apache.pulsar.broker.PulsarBroker", store, uri, "NONE", 1) as ask:
+    with conversation(java, "org.apache.pulsar.broker.PulsarBroker", store, uri, "NONE", 1, errors_raise=True) as ask:
 
         def produce() -> None:
             nonlocal count

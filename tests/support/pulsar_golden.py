@@ -61,7 +61,7 @@ def main() -> None:
                 bookies = OwnCluster(uri, Path(scratch) / compression)
                 bookies.ensure_up()
                 main_class, store = "org.apache.pulsar.broker.PulsarBroker", f"zk:{zookeeper.connect_string}{chroot}"
-                with conversation(JavaOnPulsar(), main_class, store, uri, compression, 1) as ask:
+                with conversation(JavaOnPulsar(), main_class, store, uri, compression, 1, errors_raise=True) as ask:
                     said = write_topics(ask)
                     # Topics that are unloaded have their positions in their nodes.
                     for topic in said:

@@ -575,10 +575,12 @@ def _without_middle(text: str) -> str:
 
 
 @contextlib.contextmanager
-def conversation(java: Java, main_class: str, *arguments: object) -> Iterator[Callable[..., dict[str, Any]]]:
+def conversation(
+    java: Java, main_class: str, *arguments: object, errors_raise: bool = False
+) -> Iterator[Callable[..., dict[str, Any]]]:
     """Run a program of tests/java that answers each line on its stdin by a JSON line: `ask("read", 5)`.
 
-    Asking raises JavaFailed, with the program's stderr, when it ended, and with the error that it answers.
+    Asking raises JavaFailed, with the program's stderr, when it ended; with `errors_raise` also for an answer `error`.
     """
     with tempfile.TemporaryFile("w+") as errors, java.start(main_class, *arguments, stderr=errors) as program:
 
@@ -592,7 +594,7 @@ def conversation(java: Java, main_class: str, *arguments: object) -> Iterator[Ca
                 errors.seek(0)
                 raise JavaFailed(_without_middle(errors.read()))
             answer: dict[str, Any] = json.loads(line)
-            if "error" in answer:
+            if errors_raise and "error" in answer:
                 raise JavaFailed(f"{words}: {answer['error']}")
             return answer
 
