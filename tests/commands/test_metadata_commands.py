@@ -464,7 +464,7 @@ def test_undo_restores_only_bookies_that_have_the_entries(
 
     with open_cluster(cluster.metadata_uri) as opened:
         right = opened.ledgers.read(ledger).metadata
-        others = {each.bookie_id for each in opened.bookies.list()} - {*right.ensembles[0].bookies}
+    others = {each.bookie_id for each in cluster.bookies()} - {*right.ensembles[0].bookies}
     wrong = right._replace(ensembles=(Fragment(0, (right.ensembles[0].bookies[0], others.pop())),))
     assert undo_import_over(wrong) == ["moved"]
     assert cli("ledger", "verify", "--ledger-scope-id", scope_id, ledger.ledger_id).code == 0

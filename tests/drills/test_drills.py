@@ -38,8 +38,8 @@ OUTAGE_S = 90 if os.environ.get("BKCTL_TEST_LONG") else 10
 SLOW_SYNC = """
 #include <sys/syscall.h>
 #include <unistd.h>
-int fdatasync(int fd) { usleep(100000); return syscall(SYS_fdatasync, fd); }
-int fsync(int fd) { usleep(100000); return syscall(SYS_fsync, fd); }
+int fdatasync(int fd) { usleep(300000); return syscall(SYS_fdatasync, fd); }
+int fsync(int fd) { usleep(300000); return syscall(SYS_fsync, fd); }
 """
 TOPIC = {"application": "pulsar", "component": "managed-ledger", "pulsar/managed-ledger": "public/default/persistent/t"}
 
@@ -269,7 +269,7 @@ def test_a_topic_that_cannot_be_loaded_is_loaded_again(drill: Drill) -> None:
 
 @pytest.fixture
 def slow_sync(tmp_path: Path) -> Path:
-    """A library before libc, with which each sync of a process takes 100 ms longer."""
+    """A library before libc, with which each sync of a process takes 300 ms longer."""
     compiler = shutil.which("cc") or require("cc", "a C compiler is not installed")
     (tmp_path / "slow.c").write_text(SLOW_SYNC)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "slow.so", tmp_path / "slow.c"], check=True)
@@ -300,13 +300,16 @@ def test_a_bookie_with_a_slow_disk_is_emptied_and_leaves(
     monkeypatch.setenv("LD_PRELOAD", str(slow_sync))
     assert drill.shell("local", "up").code == 0
     monkeypatch.delenv("LD_PRELOAD")
-    ledger = write_one_by_one(drill.local.metadata_uri, [slow, *others], 150)
-    assert "bookie-slow" in drill.codes()
+    for _ in range(4):  # On a busy machine, a sync of the others may take long, too.
+        ledger = write_one_by_one(drill.local.metadata_uri, [slow, *others], 60)
+        if found := "bookie-slow" in drill.codes():
+            break
+    assert found
     drill.recover()
     assert f"bkctl bookies drain {slow} --yes" in drill.transcript
     assert f"bkctl bookies decommission {slow} --yes" in drill.transcript
     assert drill.shell("ledger", "verify", ledger).code == 0
-    assert drill.read(ledger) == [str(number) for number in range(150)]
+    assert drill.read(ledger) == [str(number) for number in range(60)]
 
 
 def test_a_lost_metadata_store_is_waited_for_and_loses_nothing(
