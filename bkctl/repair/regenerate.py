@@ -105,7 +105,7 @@ def regenerate(
 
 @dataclass
 class Regeneration(IndexRepair):
-    """One regeneration, and its self.
+    """One regeneration, and its result.
 
     `without_key` are ledgers left unchanged because their master key is unknown, `dead` are ledgers that are no longer
     in the metadata store.
