@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n bkctl/formats/data_formats.proto\x12\rbkctl.formats\"\x92\x05\n\x14LedgerMetadataFormat\x12\x12\n\nquorumSize\x18\x01 \x02(\x05\x12\x14\n\x0c\x65nsembleSize\x18\x02 \x02(\x05\x12\x0e\n\x06length\x18\x03 \x02(\x03\x12\x13\n\x0blastEntryId\x18\x04 \x01(\x03\x12>\n\x05state\x18\x05 \x02(\x0e\x32).bkctl.formats.LedgerMetadataFormat.State:\x04OPEN\x12<\n\x07segment\x18\x06 \x03(\x0b\x32+.bkctl.formats.LedgerMetadataFormat.Segment\x12\x42\n\ndigestType\x18\x07 \x01(\x0e\x32..bkctl.formats.LedgerMetadataFormat.DigestType\x12\x10\n\x08password\x18\x08 \x01(\x0c\x12\x15\n\rackQuorumSize\x18\t \x01(\x05\x12\r\n\x05\x63time\x18\n \x01(\x03\x12M\n\x0e\x63ustomMetadata\x18\x0b \x03(\x0b\x32\x35.bkctl.formats.LedgerMetadataFormat.cMetadataMapEntry\x12\x0e\n\x06\x63Token\x18\x0c \x01(\x03\x1a\x37\n\x07Segment\x12\x16\n\x0e\x65nsembleMember\x18\x01 \x03(\t\x12\x14\n\x0c\x66irstEntryId\x18\x02 \x02(\x03\x1a/\n\x11\x63MetadataMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\".\n\x05State\x12\x08\n\x04OPEN\x10\x01\x12\x0f\n\x0bIN_RECOVERY\x10\x02\x12\n\n\x06\x43LOSED\x10\x03\"8\n\nDigestType\x12\t\n\x05\x43RC32\x10\x01\x12\x08\n\x04HMAC\x10\x02\x12\n\n\x06\x43RC32C\x10\x03\x12\t\n\x05\x44UMMY\x10\x04\"\xb0\x02\n\x12LedgerMetadataView\x12\x12\n\nquorumSize\x18\x01 \x02(\x05\x12\x14\n\x0c\x65nsembleSize\x18\x02 \x02(\x05\x12\x0e\n\x06length\x18\x03 \x02(\x03\x12\x13\n\x0blastEntryId\x18\x04 \x01(\x03\x12\r\n\x05state\x18\x05 \x02(\x05\x12\x0f\n\x07segment\x18\x06 \x03(\x0c\x12\x12\n\ndigestType\x18\x07 \x01(\x05\x12\x10\n\x08password\x18\x08 \x01(\x0c\x12\"\n\rackQuorumSize\x18\t \x01(\x05:\x0b-2147483648\x12#\n\x05\x63time\x18\n \x01(\x03:\x14-9223372036854775808\x12\x16\n\x0e\x63ustomMetadata\x18\x0b \x03(\x0c\x12$\n\x06\x63Token\x18\x0c \x01(\x03:\x14-9223372036854775808\"q\n\x0c\x43ookieFormat\x12\x12\n\nbookieHost\x18\x01 \x02(\t\x12\x12\n\njournalDir\x18\x02 \x02(\t\x12\x12\n\nledgerDirs\x18\x03 \x02(\t\x12\x12\n\ninstanceId\x18\x04 \x01(\t\x12\x11\n\tindexDirs\x18\x05 \x01(\t\"\xc4\x02\n\x17\x42ookieServiceInfoFormat\x12\x42\n\tendpoints\x18\x06 \x03(\x0b\x32/.bkctl.formats.BookieServiceInfoFormat.Endpoint\x12J\n\nproperties\x18\x07 \x03(\x0b\x32\x36.bkctl.formats.BookieServiceInfoFormat.PropertiesEntry\x1a\x66\n\x08\x45ndpoint\x12\n\n\x02id\x18\x01 \x02(\t\x12\x0c\n\x04port\x18\x02 \x02(\x05\x12\x0c\n\x04host\x18\x03 \x02(\t\x12\x10\n\x08protocol\x18\x04 \x02(\t\x12\x0c\n\x04\x61uth\x18\x05 \x03(\t\x12\x12\n\nextensions\x18\x06 \x03(\t\x1a\x31\n\x0fPropertiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\nLedgerData\x12\x0e\n\x06\x65xists\x18\x01 \x02(\x08\x12\x0e\n\x06\x66\x65nced\x18\x02 \x02(\x08\x12\x11\n\tmasterKey\x18\x03 \x02(\x0c\x12\x13\n\x0b\x65xplicitLac\x18\x04 \x01(\x0c\x12\r\n\x05limbo\x18\x05 \x01(\x08\"@\n\x1fLedgerRereplicationLayoutFormat\x12\x0c\n\x04type\x18\x01 \x02(\t\x12\x0f\n\x07version\x18\x02 \x02(\x05\"=\n\x1bUnderreplicatedLedgerFormat\x12\x0f\n\x07replica\x18\x01 \x03(\t\x12\r\n\x05\x63time\x18\x02 \x01(\x03\"\"\n\x0eLockDataFormat\x12\x10\n\x08\x62ookieId\x18\x01 \x01(\t\"%\n\x11\x41uditorVoteFormat\x12\x10\n\x08\x62ookieId\x18\x01 \x01(\t\"!\n\x10\x43heckClockFormat\x12\r\n\x05\x63time\x18\x01 \x01(\x03')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n bkctl/formats/data_formats.proto\x12\rbkctl.formats\"\x92\x05\n\x14LedgerMetadataFormat\x12\x12\n\nquorumSize\x18\x01 \x02(\x05\x12\x14\n\x0c\x65nsembleSize\x18\x02 \x02(\x05\x12\x0e\n\x06length\x18\x03 \x02(\x03\x12\x13\n\x0blastEntryId\x18\x04 \x01(\x03\x12>\n\x05state\x18\x05 \x02(\x0e\x32).bkctl.formats.LedgerMetadataFormat.State:\x04OPEN\x12<\n\x07segment\x18\x06 \x03(\x0b\x32+.bkctl.formats.LedgerMetadataFormat.Segment\x12\x42\n\ndigestType\x18\x07 \x01(\x0e\x32..bkctl.formats.LedgerMetadataFormat.DigestType\x12\x10\n\x08password\x18\x08 \x01(\x0c\x12\x15\n\rackQuorumSize\x18\t \x01(\x05\x12\r\n\x05\x63time\x18\n \x01(\x03\x12M\n\x0e\x63ustomMetadata\x18\x0b \x03(\x0b\x32\x35.bkctl.formats.LedgerMetadataFormat.cMetadataMapEntry\x12\x0e\n\x06\x63Token\x18\x0c \x01(\x03\x1a\x37\n\x07Segment\x12\x16\n\x0e\x65nsembleMember\x18\x01 \x03(\t\x12\x14\n\x0c\x66irstEntryId\x18\x02 \x02(\x03\x1a/\n\x11\x63MetadataMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\".\n\x05State\x12\x08\n\x04OPEN\x10\x01\x12\x0f\n\x0bIN_RECOVERY\x10\x02\x12\n\n\x06\x43LOSED\x10\x03\"8\n\nDigestType\x12\t\n\x05\x43RC32\x10\x01\x12\x08\n\x04HMAC\x10\x02\x12\n\n\x06\x43RC32C\x10\x03\x12\t\n\x05\x44UMMY\x10\x04\"\xb0\x02\n\x12LedgerMetadataView\x12\x12\n\nquorumSize\x18\x01 \x02(\x05\x12\x14\n\x0c\x65nsembleSize\x18\x02 \x02(\x05\x12\x0e\n\x06length\x18\x03 \x02(\x03\x12\x13\n\x0blastEntryId\x18\x04 \x01(\x03\x12\r\n\x05state\x18\x05 \x02(\x05\x12\x0f\n\x07segment\x18\x06 \x03(\x0c\x12\x12\n\ndigestType\x18\x07 \x01(\x05\x12\x10\n\x08password\x18\x08 \x01(\x0c\x12\"\n\rackQuorumSize\x18\t \x01(\x05:\x0b-2147483648\x12#\n\x05\x63time\x18\n \x01(\x03:\x14-9223372036854775808\x12\x16\n\x0e\x63ustomMetadata\x18\x0b \x03(\x0c\x12$\n\x06\x63Token\x18\x0c \x01(\x03:\x14-9223372036854775808\"I\n\x13LedgerMetadataViews\x12\x32\n\x07ledgers\x18\x01 \x03(\x0b\x32!.bkctl.formats.LedgerMetadataView\"q\n\x0c\x43ookieFormat\x12\x12\n\nbookieHost\x18\x01 \x02(\t\x12\x12\n\njournalDir\x18\x02 \x02(\t\x12\x12\n\nledgerDirs\x18\x03 \x02(\t\x12\x12\n\ninstanceId\x18\x04 \x01(\t\x12\x11\n\tindexDirs\x18\x05 \x01(\t\"\xc4\x02\n\x17\x42ookieServiceInfoFormat\x12\x42\n\tendpoints\x18\x06 \x03(\x0b\x32/.bkctl.formats.BookieServiceInfoFormat.Endpoint\x12J\n\nproperties\x18\x07 \x03(\x0b\x32\x36.bkctl.formats.BookieServiceInfoFormat.PropertiesEntry\x1a\x66\n\x08\x45ndpoint\x12\n\n\x02id\x18\x01 \x02(\t\x12\x0c\n\x04port\x18\x02 \x02(\x05\x12\x0c\n\x04host\x18\x03 \x02(\t\x12\x10\n\x08protocol\x18\x04 \x02(\t\x12\x0c\n\x04\x61uth\x18\x05 \x03(\t\x12\x12\n\nextensions\x18\x06 \x03(\t\x1a\x31\n\x0fPropertiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\nLedgerData\x12\x0e\n\x06\x65xists\x18\x01 \x02(\x08\x12\x0e\n\x06\x66\x65nced\x18\x02 \x02(\x08\x12\x11\n\tmasterKey\x18\x03 \x02(\x0c\x12\x13\n\x0b\x65xplicitLac\x18\x04 \x01(\x0c\x12\r\n\x05limbo\x18\x05 \x01(\x08\"@\n\x1fLedgerRereplicationLayoutFormat\x12\x0c\n\x04type\x18\x01 \x02(\t\x12\x0f\n\x07version\x18\x02 \x02(\x05\"=\n\x1bUnderreplicatedLedgerFormat\x12\x0f\n\x07replica\x18\x01 \x03(\t\x12\r\n\x05\x63time\x18\x02 \x01(\x03\"\"\n\x0eLockDataFormat\x12\x10\n\x08\x62ookieId\x18\x01 \x01(\t\"%\n\x11\x41uditorVoteFormat\x12\x10\n\x08\x62ookieId\x18\x01 \x01(\t\"!\n\x10\x43heckClockFormat\x12\r\n\x05\x63time\x18\x01 \x01(\x03')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,24 +45,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERMETADATAFORMAT_DIGESTTYPE']._serialized_end=710
   _globals['_LEDGERMETADATAVIEW']._serialized_start=713
   _globals['_LEDGERMETADATAVIEW']._serialized_end=1017
-  _globals['_COOKIEFORMAT']._serialized_start=1019
-  _globals['_COOKIEFORMAT']._serialized_end=1132
-  _globals['_BOOKIESERVICEINFOFORMAT']._serialized_start=1135
-  _globals['_BOOKIESERVICEINFOFORMAT']._serialized_end=1459
-  _globals['_BOOKIESERVICEINFOFORMAT_ENDPOINT']._serialized_start=1306
-  _globals['_BOOKIESERVICEINFOFORMAT_ENDPOINT']._serialized_end=1408
-  _globals['_BOOKIESERVICEINFOFORMAT_PROPERTIESENTRY']._serialized_start=1410
-  _globals['_BOOKIESERVICEINFOFORMAT_PROPERTIESENTRY']._serialized_end=1459
-  _globals['_LEDGERDATA']._serialized_start=1461
-  _globals['_LEDGERDATA']._serialized_end=1560
-  _globals['_LEDGERREREPLICATIONLAYOUTFORMAT']._serialized_start=1562
-  _globals['_LEDGERREREPLICATIONLAYOUTFORMAT']._serialized_end=1626
-  _globals['_UNDERREPLICATEDLEDGERFORMAT']._serialized_start=1628
-  _globals['_UNDERREPLICATEDLEDGERFORMAT']._serialized_end=1689
-  _globals['_LOCKDATAFORMAT']._serialized_start=1691
-  _globals['_LOCKDATAFORMAT']._serialized_end=1725
-  _globals['_AUDITORVOTEFORMAT']._serialized_start=1727
-  _globals['_AUDITORVOTEFORMAT']._serialized_end=1764
-  _globals['_CHECKCLOCKFORMAT']._serialized_start=1766
-  _globals['_CHECKCLOCKFORMAT']._serialized_end=1799
+  _globals['_LEDGERMETADATAVIEWS']._serialized_start=1019
+  _globals['_LEDGERMETADATAVIEWS']._serialized_end=1092
+  _globals['_COOKIEFORMAT']._serialized_start=1094
+  _globals['_COOKIEFORMAT']._serialized_end=1207
+  _globals['_BOOKIESERVICEINFOFORMAT']._serialized_start=1210
+  _globals['_BOOKIESERVICEINFOFORMAT']._serialized_end=1534
+  _globals['_BOOKIESERVICEINFOFORMAT_ENDPOINT']._serialized_start=1381
+  _globals['_BOOKIESERVICEINFOFORMAT_ENDPOINT']._serialized_end=1483
+  _globals['_BOOKIESERVICEINFOFORMAT_PROPERTIESENTRY']._serialized_start=1485
+  _globals['_BOOKIESERVICEINFOFORMAT_PROPERTIESENTRY']._serialized_end=1534
+  _globals['_LEDGERDATA']._serialized_start=1536
+  _globals['_LEDGERDATA']._serialized_end=1635
+  _globals['_LEDGERREREPLICATIONLAYOUTFORMAT']._serialized_start=1637
+  _globals['_LEDGERREREPLICATIONLAYOUTFORMAT']._serialized_end=1701
+  _globals['_UNDERREPLICATEDLEDGERFORMAT']._serialized_start=1703
+  _globals['_UNDERREPLICATEDLEDGERFORMAT']._serialized_end=1764
+  _globals['_LOCKDATAFORMAT']._serialized_start=1766
+  _globals['_LOCKDATAFORMAT']._serialized_end=1800
+  _globals['_AUDITORVOTEFORMAT']._serialized_start=1802
+  _globals['_AUDITORVOTEFORMAT']._serialized_end=1839
+  _globals['_CHECKCLOCKFORMAT']._serialized_start=1841
+  _globals['_CHECKCLOCKFORMAT']._serialized_end=1874
 # @@protoc_insertion_point(module_scope)

@@ -95,6 +95,12 @@ class LedgerMetadataView(_message.Message):
     cToken: int
     def __init__(self, quorumSize: _Optional[int] = ..., ensembleSize: _Optional[int] = ..., length: _Optional[int] = ..., lastEntryId: _Optional[int] = ..., state: _Optional[int] = ..., segment: _Optional[_Iterable[bytes]] = ..., digestType: _Optional[int] = ..., password: _Optional[bytes] = ..., ackQuorumSize: _Optional[int] = ..., ctime: _Optional[int] = ..., customMetadata: _Optional[_Iterable[bytes]] = ..., cToken: _Optional[int] = ...) -> None: ...
 
+class LedgerMetadataViews(_message.Message):
+    __slots__ = ("ledgers",)
+    LEDGERS_FIELD_NUMBER: _ClassVar[int]
+    ledgers: _containers.RepeatedCompositeFieldContainer[LedgerMetadataView]
+    def __init__(self, ledgers: _Optional[_Iterable[_Union[LedgerMetadataView, _Mapping]]] = ...) -> None: ...
+
 class CookieFormat(_message.Message):
     __slots__ = ("bookieHost", "journalDir", "ledgerDirs", "instanceId", "indexDirs")
     BOOKIEHOST_FIELD_NUMBER: _ClassVar[int]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from bkctl.errors import Corrupt, Unsupported, UsageError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
-    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat, LedgerMetadataView
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat, LedgerMetadataView, LedgerMetadataViews
 
 M = TypeVar("M", bound="Message")
 
@@ -41,6 +42,7 @@ LAYOUT_FORMAT_VERSION: Final = 2
 
 _METADATA_HEADER = re.compile(rb"BookieMetadataFormatVersion\t([+-]?[0-9]{1,9})\n")
 _V3_HEADER = b"BookieMetadataFormatVersion\t3\n"
+_V3_HEADER_SIZE: Final = len(_V3_HEADER)
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _V1_CLOSED = "CLOSED"
@@ -70,6 +72,18 @@ class Fragment(NamedTuple):
 
     first_entry_id: int
     bookies: tuple[str, ...]
+
+
+class Ensembles(tuple[Fragment, ...]):
+    """The fragments of a ledger, which many ledgers share; `shown` is for what is made of them once."""
+
+    shown: Any = None
+
+
+class CustomMetadata(dict[str, bytes]):
+    """The custom metadata of a ledger, which many ledgers share; `shown` is for what is made of it once."""
+
+    shown: Any = None
 
 
 class LedgerMetadata(NamedTuple):
@@ -121,12 +135,26 @@ class LedgerMetadata(NamedTuple):
             message = parse_text("LedgerMetadataFormat", body, f"{at}Ledger metadata")
             metadata = _from_message(message.SerializeToString(), 2, at)
         elif version == 3:
-            metadata = _from_message(_message_of_v3(body, at), 3, at)
+            metadata = _from_message(body[slice(*_message_place(body, at))], 3, at)
         else:
             raise Unsupported(f"{at}Ledger metadata has format version {version}, 1 to 3 are known")
-        if problem := metadata._problem():
+        if version == 1 and (problem := metadata._problem()):
             raise Corrupt(f"{at}Ledger metadata: {problem}")
         return metadata
+
+    @staticmethod
+    def parse_many(values: Sequence[bytes]) -> list[LedgerMetadata]:
+        """Return what `parse` returns for each of a store's values in version 3, in less than half of its time.
+
+        Raises Corrupt or Unsupported where `parse` does for one of them, and for other versions.
+        """
+        try:
+            views = _metadata_views().FromString(b"".join(map(_framed, values)))
+        except _decode_error() as error:
+            raise Corrupt("Ledger metadata is not a protobuf message of that kind") from error
+        if not views.IsInitialized():
+            raise Corrupt("Ledger metadata lacks required fields")
+        return [_from_view(view, 3, len(value)) for view, value in zip(views.ledgers, values, strict=True)]
 
     def serialize(self) -> bytes:
         """Return the bytes that a store keeps, in `format_version`.
@@ -166,28 +194,9 @@ class LedgerMetadata(NamedTuple):
     def _problem(self) -> str | None:
         if not 1 <= self.format_version <= METADATA_FORMAT_VERSION_MAX:
             return f"format version {self.format_version} is not 1 to {METADATA_FORMAT_VERSION_MAX}"
-        if self.ensemble_size < 1:
-            return f"ensemble size {self.ensemble_size} is below 1"
-        if not self.ensemble_size >= self.write_quorum_size >= self.ack_quorum_size >= 0:
-            return (
-                f"ensemble size {self.ensemble_size}, write quorum {self.write_quorum_size} and "
-                f"ack quorum {self.ack_quorum_size} are not in descending order"
-            )
         if (self.digest_type is None) != (self.password is None):
             return "only one of digest type and password is known"
-        if not self.ensembles:
-            return "the list of ensembles is empty"
-        previous = None
-        for first_entry_id, bookies in self.ensembles:
-            if len(bookies) != self.ensemble_size:
-                return f"the ensemble from entry {first_entry_id} has {len(bookies)} bookies, not {self.ensemble_size}"
-            if previous is not None and first_entry_id <= previous:
-                return f"the ensemble from entry {first_entry_id} comes after that from entry {previous}"
-            previous = first_entry_id
-            if not all(map(is_bookie_id, bookies)):
-                bad = next(bookie_id for bookie_id in bookies if not is_bookie_id(bookie_id))
-                return f"the ensemble from entry {first_entry_id} has the impossible bookie id {bad!r}"
-        return None
+        return _ensembles_problem(self.ensembles, self.ensemble_size, self.write_quorum_size, self.ack_quorum_size)
 
     def _serialize_v1(self, closed: bool) -> bytes:
         lines = [str(self.write_quorum_size), str(self.ensemble_size), str(self.length if closed else 0)]
@@ -296,14 +305,55 @@ def _metadata_view() -> type[LedgerMetadataView]:
     return LedgerMetadataView
 
 
-def _message_of_v3(body: bytes, at: str) -> bytes:
-    if len(body) > 1 and body[1] < 0x80 <= body[0]:  # nearly always
-        size, index = body[1] << 7 | body[0] & 0x7F, 2
-    else:
-        size, index = _read_varint(body, at)
+@cache
+def _metadata_views() -> type[LedgerMetadataViews]:
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataViews
+
+    return LedgerMetadataViews
+
+
+def _message_place(body: bytes, at: str) -> tuple[int, int]:
+    """Return the begin and the end of the message in version 3's `body`. Raises Corrupt."""
+    size, index = _read_varint(body, at)
     if size > len(body) - index:
         raise Corrupt(f"{at}Ledger metadata (version 3) needs {size} bytes of message, {len(body) - index} are there")
-    return body[index : index + size]
+    return index, index + size
+
+
+def _framed(data: bytes) -> bytes:
+    """Return the message of version 3 in `data` as an element of LedgerMetadataViews. Raises Corrupt."""
+    body = data[_V3_HEADER_SIZE:]
+    if not data.startswith(_V3_HEADER):
+        raise Corrupt("Ledger metadata is not of version 3")
+    # Nearly always the length has two bytes, and nothing is behind the message.
+    if not (len(body) > 1 and body[1] < 0x80 <= body[0] and body[1] << 7 | body[0] & 0x7F == len(body) - 2):
+        body = body[: _message_place(body, "")[1]]
+    return b"\n" + body
+
+
+def _ensembles_problem(
+    ensembles: tuple[Fragment, ...], ensemble_size: int, write_quorum_size: int, ack_quorum_size: int
+) -> str | None:
+    if ensemble_size < 1:
+        return f"ensemble size {ensemble_size} is below 1"
+    if not ensemble_size >= write_quorum_size >= ack_quorum_size >= 0:
+        return (
+            f"ensemble size {ensemble_size}, write quorum {write_quorum_size} and "
+            f"ack quorum {ack_quorum_size} are not in descending order"
+        )
+    if not ensembles:
+        return "the list of ensembles is empty"
+    previous = None
+    for first_entry_id, bookies in ensembles:
+        if len(bookies) != ensemble_size:
+            return f"the ensemble from entry {first_entry_id} has {len(bookies)} bookies, not {ensemble_size}"
+        if previous is not None and first_entry_id <= previous:
+            return f"the ensemble from entry {first_entry_id} comes after that from entry {previous}"
+        previous = first_entry_id
+        if not all(map(is_bookie_id, bookies)):
+            bad = next(bookie_id for bookie_id in bookies if not is_bookie_id(bookie_id))
+            return f"the ensemble from entry {first_entry_id} has the impossible bookie id {bad!r}"
+    return None
 
 
 def _fragment(data: bytes) -> Fragment:
@@ -311,50 +361,74 @@ def _fragment(data: bytes) -> Fragment:
     return Fragment(segment.firstEntryId, tuple(segment.ensembleMember))
 
 
-def _custom_metadata(items: tuple[bytes, ...]) -> dict[str, bytes]:
+def _ensembles(segments: tuple[bytes, ...], *sizes: int) -> Ensembles:
+    """Return the fragments, checked against the sizes of ensemble, write quorum and ack quorum. Raises Corrupt."""
+    ensembles = Ensembles(map(_fragment, segments))
+    if problem := _ensembles_problem(ensembles, *sizes):
+        raise Corrupt(f"Ledger metadata: {problem}")
+    return ensembles
+
+
+def _custom_metadata(items: tuple[bytes, ...]) -> CustomMetadata:
     entry = _metadata_format().cMetadataMapEntry
     found = (parse_message(entry, data, "Ledger metadata: a custom field") for data in items)
-    return {item.key: item.value for item in found}
+    return CustomMetadata((item.key, item.value) for item in found)
 
 
-#: Of millions of ledgers, many have the same ensemble or the same custom metadata.
-_known_fragment: Final = lru_cache(maxsize=16384)(_fragment)
+#: Of millions of ledgers, many have the same ensembles or the same custom metadata.
+_known_ensembles: Final = lru_cache(maxsize=16384)(_ensembles)
 _known_custom_metadata: Final = lru_cache(maxsize=4096)(_custom_metadata)
+_view_numbers: Final = attrgetter(
+    "state", "digestType", "ensembleSize", "quorumSize", "ackQuorumSize", "length", "lastEntryId", "ctime", "cToken"
+)
 
 
 def _from_message(data: bytes, version: int, at: str) -> LedgerMetadata:
-    message = parse_message(_metadata_view(), data, f"{at}Ledger metadata")
-    state, digest_type = _STATES.get(message.state), _DIGEST_TYPES.get(message.digestType)
-    if state is None:
-        raise Corrupt(f"{at}Ledger metadata lacks state")
-    if digest_type is None and message.digestType:
-        raise Unsupported(f"{at}Ledger metadata names the unknown digest type {message.digestType}")
-    closed = state is LedgerState.CLOSED
-    # CRC32 is the format's default of a digest type that is absent beside a password.
-    password = message.password if message.HasField("password") else None
-    is_small = len(data) <= _SHARED_SIZE_BYTES_MAX
+    view = parse_message(_metadata_view(), data, f"{at}Ledger metadata")
     try:
-        ensembles = tuple(map(_known_fragment if is_small else _fragment, message.segment))
-        custom = tuple(message.customMetadata)
-        custom_metadata = (_known_custom_metadata if is_small else _custom_metadata)(custom) if custom else {}
-    except Corrupt as error:
-        raise Corrupt(f"{at}{error}") from error
-    write_quorum, ack_quorum = message.quorumSize, message.ackQuorumSize
-    ctime_ms, c_token = message.ctime, message.cToken
-    return LedgerMetadata(
-        message.ensembleSize,
-        write_quorum,
-        write_quorum if ack_quorum == _ABSENT_32 else ack_quorum,
-        None if password is None else digest_type or DigestType.CRC32,
-        password,
-        ensembles,
-        state,
-        message.length if closed else 0,
-        message.lastEntryId if closed else INVALID_ENTRY_ID,
-        None if ctime_ms == _ABSENT_64 else ctime_ms,
-        custom_metadata,
-        None if c_token == _ABSENT_64 else c_token,
-        version,
+        return _from_view(view, version, len(data))
+    except (Corrupt, Unsupported) as error:
+        raise type(error)(f"{at}{error}") from error
+
+
+def _from_view(view: LedgerMetadataView, version: int, size_bytes: int) -> LedgerMetadata:
+    numbers = _view_numbers(view)
+    state_number, digest_number, ensemble_size, write_quorum, ack_quorum, length, last_entry_id, ctime_ms, c_token = (
+        numbers
+    )
+    state, digest_type = _STATES.get(state_number), _DIGEST_TYPES.get(digest_number)
+    if state is None:
+        raise Corrupt("Ledger metadata lacks state")
+    if digest_type is None and digest_number:
+        raise Unsupported(f"Ledger metadata names the unknown digest type {digest_number}")
+    if state is not LedgerState.CLOSED:
+        length, last_entry_id = 0, INVALID_ENTRY_ID
+    if ack_quorum == _ABSENT_32:
+        ack_quorum = write_quorum
+    # CRC32 is the format's default of a digest type that is absent beside a password.
+    password = view.password if view.HasField("password") else None
+    is_small = size_bytes <= _SHARED_SIZE_BYTES_MAX
+    ensembles = (_known_ensembles if is_small else _ensembles)(
+        tuple(view.segment), ensemble_size, write_quorum, ack_quorum
+    )
+    custom = (_known_custom_metadata if is_small else _custom_metadata)(tuple(view.customMetadata))
+    return tuple.__new__(  # A call of the class takes twice as long.
+        LedgerMetadata,
+        (
+            ensemble_size,
+            write_quorum,
+            ack_quorum,
+            None if password is None else digest_type or DigestType.CRC32,
+            password,
+            ensembles,
+            state,
+            length,
+            last_entry_id,
+            None if ctime_ms == _ABSENT_64 else ctime_ms,
+            custom,
+            None if c_token == _ABSENT_64 else c_token,
+            version,
+        ),
     )
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.columns import TEXTS, TIME_MS_MAX, TIME_MS_MIN, Column, Columns, Kind, SharedObject, base64_text
+from bkctl.formats.metadata import CustomMetadata, Ensembles
 from bkctl.formats.pulsar import read_message_id
 from bkctl.metadata.pulsar_topics import owner_of, topic_of
 
 if TYPE_CHECKING:
-    from bkctl.formats.metadata import Fragment, LedgerMetadata
+    from bkctl.formats.metadata import LedgerMetadata
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import VersionedMetadata
 
-#: Larger custom metadata, and longer lists of fragments, are not kept for the next ledgers.
-_SHARED_SIZE_BYTES_MAX: Final = 4096
-_SHARED_FRAGMENTS_MAX: Final = 8
 #: Custom metadata that Pulsar writes as text, by its key without the prefix. Source: Pulsar's LedgerMetadataUtils.
 _PULSAR_NAMES: Final = {
     "managed-ledger": "managedLedger",
@@ -44,15 +41,17 @@ class LedgerRow(NamedTuple):
 def ledger_rows(ledgers: Iterable[tuple[LedgerId, VersionedMetadata]]) -> Iterator[LedgerRow]:
     """Yield a row for each ledger. Lists have millions of them, so what their ledgers share is made once."""
     for ledger, (metadata, _, ctime_ms) in ledgers:
-        fragments, custom = metadata.ensembles, tuple(metadata.custom_metadata.items())
-        shares_custom = not custom or sum([len(value) for _, value in custom]) <= _SHARED_SIZE_BYTES_MAX
-        yield LedgerRow(
-            ledger,
-            metadata,
-            ctime_ms,
-            *(_known_objects if shares_custom else _custom_objects)(custom),
-            (_known_ensembles if len(fragments) <= _SHARED_FRAGMENTS_MAX else _ensembles)(fragments),
-        )
+        fragments, custom = metadata.ensembles, metadata.custom_metadata
+        ensembles, (shown, pulsar) = getattr(fragments, "shown", None), getattr(custom, "shown", None) or (None, None)
+        if ensembles is None:
+            ensembles = SharedObject((str(first_entry_id), list(bookies)) for first_entry_id, bookies in fragments)
+            if isinstance(fragments, Ensembles):
+                fragments.shown = ensembles
+        if shown is None:
+            shown, pulsar = _custom_objects(custom)
+            if isinstance(custom, CustomMetadata):
+                custom.shown = shown, pulsar
+        yield LedgerRow(ledger, metadata, ctime_ms, shown, pulsar, ensembles)
 
 
 def ledger_row(ledger: LedgerId, found: VersionedMetadata) -> LedgerRow:
@@ -111,19 +110,10 @@ APPLICATION_COLUMNS: Final = Columns(
 )
 
 
-def _custom_objects(items: tuple[tuple[str, bytes], ...]) -> tuple[SharedObject, SharedObject | None]:
-    custom = dict(items)
+def _custom_objects(custom: Mapping[str, bytes]) -> tuple[SharedObject, SharedObject | None]:
     pulsar = pulsar_object(custom)
     shown = SharedObject((key, base64_text(custom[key])) for key in sorted(custom))
     return shown, SharedObject(pulsar) if pulsar else None
-
-
-def _ensembles(fragments: tuple[Fragment, ...]) -> SharedObject:
-    return SharedObject((str(first_entry_id), list(bookies)) for first_entry_id, bookies in fragments)
-
-
-_known_objects: Final = lru_cache(maxsize=4096)(_custom_objects)
-_known_ensembles: Final = lru_cache(maxsize=16384)(_ensembles)
 
 
 def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, tee
+from itertools import chain, islice, tee
 from typing import Final, Literal, NamedTuple
 
 from bkctl.errors import (
@@ -27,7 +27,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, value_of, watch_all
+from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, chunks, value_of, watch_all
 
 SCOPES: Final = "scopes"
 #: The node with the ledgers of a store that keeps them side by side.
@@ -38,6 +38,9 @@ _QUALIFIED_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _PAGE_SIZE_MIN: Final = 16
 _PAGE_SIZE_MAX: Final = 1024
 RANGE_SIZE: Final = 10_000
+#: Values that are parsed at once, and their bytes.
+_PARSED_AT_ONCE: Final = 64
+_PARSED_SIZE_BYTES_MAX: Final = 1 << 20
 
 ScopesState = Literal["absent", "ours", "foreign"]
 
@@ -48,6 +51,16 @@ class VersionedMetadata(NamedTuple):
     metadata: LedgerMetadata
     version: int
     ctime_ms: int | None
+
+
+def _versioned(metadata: LedgerMetadata, found: Versioned[bytes]) -> VersionedMetadata:
+    ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
+    # A call of the class takes twice as long.
+    return tuple.__new__(VersionedMetadata, (metadata, found.version, ctime_ms))
+
+
+def _size_bytes(found: Versioned[bytes] | BkctlError | None) -> int:
+    return len(found.value) if isinstance(found, Versioned) else 0
 
 
 class LedgerRange(NamedTuple):
@@ -210,10 +223,28 @@ class LedgerManager(StoredLedgerIds):
 
         `ids` is consumed a bounded number ahead. Raises only Unreachable.
         """
-        places, asked = tee((ledger, attempt(self._path_to_read, ledger)) for ledger in ids)
-        values = self.store.get_many(path for _, path in asked if isinstance(path, str))
-        for ledger, path in places:
-            yield ledger, attempt(self.parse, ledger, next(values)) if isinstance(path, str) else path
+        ledgers, asked = tee(ids)
+        places, paths = tee(attempt(self._path_to_read, ledger) for ledger in asked)
+        values = self.store.get_many(path for path in paths if isinstance(path, str))
+        return self._parse_each(ledgers, (next(values) if isinstance(path, str) else path for path in places))
+
+    def _parse_each(
+        self, ids: Iterator[LedgerId], values: Iterable[Versioned[bytes] | BkctlError | None]
+    ) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+        """`parse` the value of each ledger, many at once; errors stay in their places."""
+        for found in chunks(values, _PARSED_AT_ONCE, _size_bytes, _PARSED_SIZE_BYTES_MAX):
+            ledgers = islice(ids, len(found))
+            present = [each for each in found if isinstance(each, Versioned)]
+            try:
+                if len(present) < len(found):
+                    raise Corrupt("Some have no value")
+                parsed = LedgerMetadata.parse_many([each.value for each in present])
+            except (Corrupt, Unsupported):  # One by one, to name the ledger: the name takes long to make for millions.
+                for ledger, each in zip(ledgers, found, strict=True):
+                    yield ledger, each if isinstance(each, BkctlError) else attempt(self.parse, ledger, each)
+            else:
+                for ledger, metadata, value in zip(ledgers, parsed, present, strict=True):
+                    yield ledger, _versioned(metadata, value)
 
     def read_each(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
         """`read_many`, which raises a ledger's error in its place."""
@@ -318,12 +349,8 @@ class LedgerManager(StoredLedgerIds):
         """Return the metadata in a value of `values`. Raises as `read`."""
         if found is None:
             raise self._no_ledger(ledger)
-        try:
-            metadata = LedgerMetadata.parse(found.value)
-        except (Corrupt, Unsupported):  # Again, to name the ledger: the name takes long to make for millions.
-            metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {self.path(ledger)} in {self.store.name}")
-        ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
-        return VersionedMetadata(metadata, found.version, ctime_ms)
+        where = f"ledger {ledger} at {self.path(ledger)} in {self.store.name}"
+        return _versioned(LedgerMetadata.parse(found.value, where), found)
 
     def prepare_restore(self, ledger: LedgerId) -> str:
         """Return the path at which bytes of the ledger's metadata may be written unchanged. Raises as `create`."""

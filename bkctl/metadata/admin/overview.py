@@ -199,14 +199,13 @@ def list_ledgers(
     wanted = cluster.ledgers.ledgers(scope_id, after) if ids is None else ids
     for count, (ledger, found) in enumerate(cluster.ledgers.read_many(wanted), 1):
         progress(count)
-        if isinstance(found, LedgerNotFound):
-            continue
-        if isinstance(found, BkctlError):
+        if isinstance(found, VersionedMetadata):
+            if query is NO_QUERY or query.matches(found, now_ms):
+                yield ledger, found
+        elif not isinstance(found, LedgerNotFound):
             if unreadable is None:
                 raise found
             unreadable(ledger, found)
-        elif query is NO_QUERY or query.matches(found, now_ms):
-            yield ledger, found
 
 
 @dataclass

@@ -28,7 +28,6 @@ from bkctl.metadata.store import (
     MetadataStore,
     StoreSecurity,
     Versioned,
-    attempt,
     check_path,
     check_size,
     value_of,
@@ -277,9 +276,7 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
     def read_many(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
         """See LedgerManager.read_many: a malformed row is Corrupt in its place."""
         ledgers, asked = tee(ids)
-        rows = self.store.rows(ledger.value for ledger in asked)
-        for ledger, found in zip(ledgers, rows, strict=True):
-            yield ledger, found if isinstance(found, BkctlError) else attempt(self.parse, ledger, found)
+        return self._parse_each(ledgers, self.store.rows(ledger.value for ledger in asked))
 
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
         """See LedgerManager.batches: one listing, also of all scopes; a list holds ledgers of one scope."""

@@ -41,6 +41,7 @@ _MULTI_HEADER = struct.Struct(">i?i")  # type, done, error
 _READ = struct.Struct(">i?ii")  # a multi header, and the length of the path
 _MULTI_END: Final = _MULTI_HEADER.pack(-1, True, -1)
 _STAT = struct.Struct(">qqqqiiiqiiq")
+_TIME_VERSION = struct.Struct(">16xq8xi")  # the first fields of a stat
 #: The server gave no answer, or an error other than a missing node: the read is repeated alone.
 NO_ANSWER: Final = object()
 #: For each path of a batch a Versioned, sorted names or an Origin, None for a missing node, or NO_ANSWER.
@@ -64,11 +65,10 @@ class MultiRead:
 
     def serialize(self) -> bytes:
         """Return the body of the request."""
-        parts: list[bytes] = []
-        for path in self.paths:
-            data = path.encode()
-            parts += (_READ.pack(self.operation, False, -1, len(data)), data, b"\0")
-        return b"".join((*parts, _MULTI_END))
+        paths = [path.encode() for path in self.paths]
+        # Paths mostly have one length, so all have the same header.
+        headers = {size: _READ.pack(self.operation, False, -1, size) for size in set(map(len, paths))}
+        return b"".join([*[headers[len(path)] + path + b"\0" for path in paths], _MULTI_END])
 
     def deserialize(self, data: bytes, offset: int) -> tuple[bytes, int]:
         """Return the answer as it is, for `parse_answers` on the thread that asked."""
@@ -97,8 +97,11 @@ def parse_answers(data: bytes, at: int, operation: str, count: int) -> list[Any]
 
 
 def _value(data: bytes, start: int) -> tuple[Versioned[bytes], int]:
-    at, stat = _stat(data, start)
-    return Versioned(data[start + 4 : at], stat[4], stat[2]), at + _STAT.size
+    start += 4
+    at = start + max(_INT.unpack_from(data, start - 4)[0], 0)  # -1: null
+    ctime_ms, version = _TIME_VERSION.unpack_from(data, at)
+    # A call of the class takes twice as long.
+    return tuple.__new__(Versioned, (data[start:at], version, ctime_ms)), at + _STAT.size
 
 
 def _origin(data: bytes, start: int) -> tuple[Origin, int]:
