@@ -10,8 +10,9 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, tee
-from typing import Final, Literal, NamedTuple
+from itertools import chain, islice, repeat, tee
+from pickle import PicklingError
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from bkctl.errors import (
     AlreadyExists,
@@ -27,7 +28,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, chunks, value_of, watch_all
+from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, value_of, watch_all
 
 SCOPES: Final = "scopes"
 #: The node with the ledgers of a store that keeps them side by side.
@@ -38,9 +39,9 @@ _QUALIFIED_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _PAGE_SIZE_MIN: Final = 16
 _PAGE_SIZE_MAX: Final = 1024
 RANGE_SIZE: Final = 10_000
-#: Values that are parsed at once, and their bytes.
+#: Values that are parsed at once, and the bytes of values that are held at once.
 _PARSED_AT_ONCE: Final = 64
-_PARSED_SIZE_BYTES_MAX: Final = 1 << 20
+_BATCH_SIZE_BYTES_MAX: Final = 1 << 18
 
 ScopesState = Literal["absent", "ours", "foreign"]
 
@@ -59,8 +60,37 @@ def _versioned(metadata: LedgerMetadata, found: Versioned[bytes]) -> VersionedMe
     return tuple.__new__(VersionedMetadata, (metadata, found.version, ctime_ms))
 
 
-def _size_bytes(found: Versioned[bytes] | BkctlError | None) -> int:
-    return len(found.value) if isinstance(found, Versioned) else 0
+#: A ledger's metadata as the store has it; None: the ledger does not exist.
+StoredValue: TypeAlias = Versioned[bytes] | BkctlError | None
+
+
+class ReadLedgers(NamedTuple):
+    """Ledgers, and what was read of each."""
+
+    ledgers: Sequence[LedgerId]
+    values: Sequence[StoredValue]
+
+    def __reduce__(self) -> tuple[Callable[..., ReadLedgers], tuple[Any, ...]]:
+        """Return what pickle keeps: lists of plain values, since a tuple of a class takes ten times as long.
+
+        Raises PicklingError where one has no value.
+        """
+        present = [each for each in self.values if isinstance(each, Versioned)]
+        if len(present) < len(self.values):
+            raise PicklingError("some ledgers have no value")
+        return _read_ledgers, (*zip(*self.ledgers, strict=True), *zip(*present, strict=True))
+
+    def parse(self) -> list[VersionedMetadata]:
+        """Return the metadata of all of them. Raises Corrupt or Unsupported where one has none that can be read."""
+        present = [each for each in self.values if isinstance(each, Versioned)]
+        if len(present) < len(self.values):
+            raise Corrupt("Some have no value")
+        return list(map(_versioned, LedgerMetadata.parse_many([each.value for each in present]), present))
+
+
+def _read_ledgers(scopes: tuple[int, ...], numbers: tuple[int, ...], *parts: tuple[Any, ...]) -> ReadLedgers:
+    values = map(tuple.__new__, repeat(Versioned), zip(*parts, strict=True))
+    return ReadLedgers(list(map(tuple.__new__, repeat(LedgerId), zip(scopes, numbers, strict=True))), list(values))
 
 
 class LedgerRange(NamedTuple):
@@ -223,28 +253,42 @@ class LedgerManager(StoredLedgerIds):
 
         `ids` is consumed a bounded number ahead. Raises only Unreachable.
         """
-        ledgers, asked = tee(ids)
-        places, paths = tee(attempt(self._path_to_read, ledger) for ledger in asked)
-        values = self.store.get_many(path for path in paths if isinstance(path, str))
-        return self._parse_each(ledgers, (next(values) if isinstance(path, str) else path for path in places))
+        for batch in self.read_batches(ids, repeat(_PARSED_AT_ONCE)):
+            yield from self.parse_each(batch)
 
-    def _parse_each(
-        self, ids: Iterator[LedgerId], values: Iterable[Versioned[bytes] | BkctlError | None]
-    ) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
-        """`parse` the value of each ledger, many at once; errors stay in their places."""
-        for found in chunks(values, _PARSED_AT_ONCE, _size_bytes, _PARSED_SIZE_BYTES_MAX):
-            ledgers = islice(ids, len(found))
-            present = [each for each in found if isinstance(each, Versioned)]
+    def read_batches(self, ids: Iterable[LedgerId], sizes: Iterator[int]) -> Iterator[ReadLedgers]:
+        """Read the metadata of ledgers without a look at it, in batches of up to `sizes`. Raises only Unreachable."""
+        ledgers, asked = tee(ids)
+        values = self._values(asked)
+        error = None
+        while error is None:
+            batch: list[StoredValue] = []
+            size_bytes = 0
             try:
-                if len(present) < len(found):
-                    raise Corrupt("Some have no value")
-                parsed = LedgerMetadata.parse_many([each.value for each in present])
-            except (Corrupt, Unsupported):  # One by one, to name the ledger: the name takes long to make for millions.
-                for ledger, each in zip(ledgers, found, strict=True):
-                    yield ledger, each if isinstance(each, BkctlError) else attempt(self.parse, ledger, each)
-            else:
-                for ledger, metadata, value in zip(ledgers, parsed, present, strict=True):
-                    yield ledger, _versioned(metadata, value)
+                for value in islice(values, next(sizes)):
+                    batch.append(value)
+                    size_bytes += len(value.value) if isinstance(value, Versioned) else 0
+                    if size_bytes > _BATCH_SIZE_BYTES_MAX:
+                        break
+            except BkctlError as caught:
+                error = caught
+            if not batch and error is None:
+                return
+            yield ReadLedgers(list(islice(ledgers, len(batch))), batch)
+        raise error
+
+    def _values(self, ids: Iterable[LedgerId]) -> Iterator[StoredValue]:
+        places, paths = tee(attempt(self._path_to_read, ledger) for ledger in ids)
+        values = self.store.get_many(path for path in paths if isinstance(path, str))
+        return (next(values) if isinstance(path, str) else path for path in places)
+
+    def parse_each(self, batch: ReadLedgers) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+        """`parse` the value of each ledger; a ledger's error comes in its place."""
+        try:
+            yield from zip(batch.ledgers, batch.parse(), strict=True)
+        except (Corrupt, Unsupported):  # One by one, to name the ledger: the name takes long to make for millions.
+            for ledger, found in zip(*batch, strict=True):
+                yield ledger, found if isinstance(found, BkctlError) else attempt(self.parse, ledger, found)
 
     def read_each(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
         """`read_many`, which raises a ledger's error in its place."""

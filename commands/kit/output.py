@@ -147,6 +147,20 @@ class RowWriter:
         if time.monotonic() - self._pushed > PATIENCE_S:
             self._push()
 
+    @property
+    def lines(self) -> Lines | None:
+        """What makes texts of rows, for `made`; None for rows that are laid out, sorted, or printed as they come."""
+        is_plain = type(self) is RowWriter and not (self._tty or self._live)
+        return self._fields if is_plain and isinstance(self._fields, Lines) else None
+
+    def made(self, count: int, text: str) -> None:
+        """Print `count` rows as `lines` made them."""
+        self._flush()
+        if count:
+            self._put(count, (text,))
+        if time.monotonic() - self._pushed > PATIENCE_S:
+            self._push()
+
     def _is_sampling(self) -> bool:
         """Return True while the table waits for more rows to choose its widths."""
         return self._table is not None and self._table.sample is not None

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -20,6 +21,7 @@ from bkctl.metadata.pulsar_topics import TopicFilter
 
 from ..kit.columns import ALL, COUNT_COLUMNS, Output, fields
 from ..kit.command import Run, command, group, object_of, rows_of, union
+from ..kit.forks import Forks
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
     CUSTOM_METADATA_FILTER,
@@ -38,10 +40,12 @@ from ..kit.texts import GREEN, RED, YELLOW, counted, readable_text
 from ..kit.values import refuse_both
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.overview import LedgerQuery
+    from bkctl.metadata.admin.overview import LedgerListing, LedgerQuery
+    from bkctl.metadata.ledgers import ReadLedgers
     from bkctl.replication.checker import PlaceRow
 
     from ..kit.drawing import TreeWriter
+    from ..kit.lines import Lines
 
 app = group()
 
@@ -173,13 +177,17 @@ def list_ledgers(
     start, limit = _first_ledger(after, scope_id), run.out.limit_sorted(limit)
     prints_ids = run.out.output is Output.ID and run.out.selection == ALL
     needs_rows = by is not None or query.needs_metadata or not (count or prints_ids)
+    is_whole = needs_rows and by is None and watch is None and limit is None and not count
+    lines = LinesOfList.start(run, query) if is_whole else None
     cluster = run.cluster
     with run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity:
         listing = LedgerListing(
             cluster, scope_id, query, after=start, limit=limit, skip=run.out.error if keep_going else None,
             progress=activity.update, found=activity.note_found,
         )  # fmt: skip
-        if needs_rows or count or watch is not None or limit is not None:
+        if lines is not None:
+            lines.print(listing)
+        elif needs_rows or count or watch is not None or limit is not None:
             look: Callable[[], Iterable[Any]] = listing.rows if needs_rows else listing.ids
             columns = list_columns(run) if needs_rows else ID_COLUMNS
             if by is not None:
@@ -194,6 +202,44 @@ def list_ledgers(
     run.out.finish_with(
         len(listing.unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
+
+
+class LinesOfList:
+    """Prints all ledgers of a list as lines, which other processes make while this one reads the metadata store."""
+
+    def __init__(self, run: Run, writer: RowWriter, lines: Lines, query: LedgerQuery) -> None:
+        self._writer = writer
+        self._forks = run.opened.enter_context(Forks(partial(_made, lines, query)))
+
+    @classmethod
+    def start(cls, run: Run, query: LedgerQuery) -> LinesOfList | None:
+        """Start the processes, before the cluster is open; None for a table, and for rows that are sorted."""
+        writer = run.out.rows(list_columns(run))
+        return None if writer.lines is None else cls(run, writer, writer.lines, query)
+
+    def print(self, listing: LedgerListing) -> None:
+        """Print the rows of the listing, the first ones without the others' help."""
+        from bkctl.metadata.admin.overview import BATCHES_FIRST
+
+        batches = listing.batches()
+        with self._writer:
+            for batch in islice(batches, BATCHES_FIRST):
+                self._writer.rows(listing.rows_of(batch))
+            for batch, made in self._forks.map(batches):
+                if made is None:
+                    self._writer.rows(listing.rows_of(batch))
+                else:
+                    self._writer.made(*made)
+                    listing.count(made[0])
+            listing.check_bookie()
+
+
+def _made(lines: Lines, query: LedgerQuery, batch: ReadLedgers) -> tuple[int, str]:
+    """Return the number of those of the ledgers that the query finds, and their lines."""
+    from bkctl.metadata.admin.overview import chosen
+
+    rows = list(ledger_rows(chosen(zip(batch.ledgers, batch.parse(), strict=True), query)))
+    return len(rows), lines.text(rows)
 
 
 def _print_ids(run: Run, batches: Iterable[Sequence[LedgerId]]) -> None:

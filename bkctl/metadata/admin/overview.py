@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound
@@ -17,12 +17,16 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_rows
-from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.ledgers import ReadLedgers, VersionedMetadata
 from bkctl.metadata.pulsar_topics import TopicFilter
 from bkctl.metadata.store import MetadataStore, Versioned, attempt
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
 TREE_DEPTH_MAX: Final = 64
+#: Ledgers in the first batches of a listing, and in the others.
+_BATCH_SIZE_MIN: Final = 64
+_BATCH_SIZE_MAX: Final = 512
+BATCHES_FIRST: Final = 64
 
 
 class ClusterInfo(NamedTuple):
@@ -195,12 +199,23 @@ def list_ledgers(
     Errors of unreadable metadata go to `unreadable`; without it they are raised. `progress` gets the number of ledgers
     read.
     """
-    now_ms = time.time_ns() // 1_000_000
     wanted = cluster.ledgers.ledgers(scope_id, after) if ids is None else ids
-    for count, (ledger, found) in enumerate(cluster.ledgers.read_many(wanted), 1):
+    yield from chosen(cluster.ledgers.read_many(wanted), query, unreadable, progress)
+
+
+def chosen(
+    ledgers: Iterable[tuple[LedgerId, VersionedMetadata | BkctlError]],
+    query: LedgerQuery,
+    unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+    """Yield those of the ledgers that were read and that `query` finds; as `list_ledgers`."""
+    now_ms = time.time_ns() // 1_000_000
+    finds_all = not query.needs_metadata
+    for count, (ledger, found) in enumerate(ledgers, 1):
         progress(count)
         if isinstance(found, VersionedMetadata):
-            if query is NO_QUERY or query.matches(found, now_ms):
+            if finds_all or query.matches(found, now_ms):
                 yield ledger, found
         elif not isinstance(found, LedgerNotFound):
             if unreadable is None:
@@ -239,12 +254,31 @@ class LedgerListing:
         """Yield the rows. Raises NotFound if the bookie of the query is unknown, and no ledger names it."""
         return ledger_rows(self._ledgers())
 
+    def batches(self) -> Iterator[ReadLedgers]:
+        """Yield all ledgers as they are read, whatever the query and `limit`; the caller calls `count`.
+
+        The first BATCHES_FIRST batches are small, so that a list begins at once.
+        """
+        done = 0
+        sizes = chain(repeat(_BATCH_SIZE_MIN, BATCHES_FIRST), repeat(_BATCH_SIZE_MAX))
+        for batch in self.cluster.ledgers.read_batches(self.cluster.ledgers.ledgers(self.scope_id, self.after), sizes):
+            done += len(batch.ledgers)
+            self.progress(done)
+            yield batch
+
+    def rows_of(self, batch: ReadLedgers) -> Iterator[LedgerRow]:
+        """Yield the rows of one of `batches`, uncounted."""
+        unreadable = None if self.skip is None else self._note_unreadable
+        return ledger_rows(self._counted(chosen(self.cluster.ledgers.parse_each(batch), self.query, unreadable)))
+
     def _ledgers(self) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
         found = list_ledgers(
-            self.cluster, self.scope_id, after=self.after, query=self.query if self.query.needs_metadata else NO_QUERY,
+            self.cluster, self.scope_id, after=self.after, query=self.query,
             unreadable=None if self.skip is None else self._note_unreadable, progress=self.progress,
         )  # fmt: skip
-        return self._counted(islice(found, self.limit)) if self.query.needs_metadata else islice(found, self.limit)
+        self.found_count = 0
+        yield from self._counted(islice(found, self.limit))
+        self.check_bookie()
 
     def _note_unreadable(self, ledger: LedgerId, error: BkctlError) -> None:
         if self.unreadable.get(ledger) != str(error) and self.skip is not None:
@@ -254,13 +288,20 @@ class LedgerListing:
     def _counted(
         self, ledgers: Iterator[tuple[LedgerId, VersionedMetadata]]
     ) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
-        before = self.found_count
         for each in ledgers:
-            self.found_count += 1
-            self.found(self.found_count)
+            self.count(1)
             yield each
+
+    def count(self, ledgers: int) -> None:
+        """Count ledgers that the query found."""
+        self.found_count += ledgers
+        if self.query.needs_metadata:
+            self.found(self.found_count)
+
+    def check_bookie(self) -> None:
+        """Raise NotFound if no ledger is found, and the bookie of the query is unknown."""
         bookie_id = self.query.bookie_id
-        if self.found_count == before and bookie_id is not None and self.cluster.bookies.get(bookie_id) is None:
+        if not self.found_count and bookie_id is not None and self.cluster.bookies.get(bookie_id) is None:
             raise NotFound(
                 f"No bookie {bookie_id}, and no such ledger names it", hint="'bkctl bookies list' shows them"
             )

@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby, islice, tee
+from itertools import groupby, islice
 from typing import Any, Final, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
@@ -20,7 +20,7 @@ from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
 from bkctl.metadata.backends.sessions import PolledWatch, PolledWatches
 from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
-from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager, VersionedMetadata
+from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager, StoredValue
 from bkctl.metadata.store import (
     NEW,
     NO_SECURITY,
@@ -273,10 +273,8 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
 
     store: HBaseStore
 
-    def read_many(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
-        """See LedgerManager.read_many: a malformed row is Corrupt in its place."""
-        ledgers, asked = tee(ids)
-        return self._parse_each(ledgers, self.store.rows(ledger.value for ledger in asked))
+    def _values(self, ids: Iterable[LedgerId]) -> Iterator[StoredValue]:
+        return self.store.rows(ledger.value for ledger in ids)
 
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
         """See LedgerManager.batches: one listing, also of all scopes; a list holds ledgers of one scope."""
