@@ -132,6 +132,7 @@ ABOVE_THE_CLIENT = [path for path in modules() if part_of(path) in ("commands", 
 FOREIGN_NAMES = {
     "bkctl/spark/internals.py": "PySpark's processes and its Java side",
     "commands/kit/completion.py": "os._exit",
+    "commands/kit/forks.py": "os._exit",
     "commands/kit/interrupts.py": "os._exit",
     "commands/kit/parser.py": "the type of a parameter that Typer parses",
 }

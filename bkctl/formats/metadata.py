@@ -142,20 +142,6 @@ class LedgerMetadata(NamedTuple):
             raise Corrupt(f"{at}Ledger metadata: {problem}")
         return metadata
 
-    @staticmethod
-    def parse_many(values: Sequence[bytes]) -> list[LedgerMetadata]:
-        """Return what `parse` returns for each of a store's values in version 3, in less than half of its time.
-
-        Raises Corrupt or Unsupported where `parse` does for one of them, and for other versions.
-        """
-        try:
-            views = _metadata_views().FromString(b"".join(map(_framed, values)))
-        except _decode_error() as error:
-            raise Corrupt("Ledger metadata is not a protobuf message of that kind") from error
-        if not views.IsInitialized():
-            raise Corrupt("Ledger metadata lacks required fields")
-        return [_from_view(view, 3, len(value)) for view, value in zip(views.ledgers, values, strict=True)]
-
     def serialize(self) -> bytes:
         """Return the bytes that a store keeps, in `format_version`.
 
@@ -229,6 +215,20 @@ class LedgerMetadata(NamedTuple):
         if self.c_token is not None and self.format_version > 2:
             message.cToken = self.c_token
         return message
+
+
+def parse_many(values: Sequence[bytes]) -> list[LedgerMetadata]:
+    """Return the metadata in each of a store's values in version 3, in less than half of the time of `parse`.
+
+    Raises Corrupt or Unsupported where `parse` does for one of them, and for other versions.
+    """
+    try:
+        views = _metadata_views().FromString(b"".join(map(_framed, values)))
+    except _decode_error() as error:
+        raise Corrupt("Ledger metadata is not a protobuf message of that kind") from error
+    if not views.IsInitialized():
+        raise Corrupt("Ledger metadata lacks required fields")
+    return [_from_view(view, 3, len(value)) for view, value in zip(views.ledgers, values, strict=True)]
 
 
 def _parse_v1(body: bytes, at: str) -> LedgerMetadata:

@@ -26,7 +26,7 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
-from bkctl.formats.metadata import LedgerMetadata
+from bkctl.formats.metadata import LedgerMetadata, parse_many
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
 from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, value_of, watch_all
 
@@ -85,7 +85,7 @@ class ReadLedgers(NamedTuple):
         present = [each for each in self.values if isinstance(each, Versioned)]
         if len(present) < len(self.values):
             raise Corrupt("Some have no value")
-        return list(map(_versioned, LedgerMetadata.parse_many([each.value for each in present]), present))
+        return list(map(_versioned, parse_many([each.value for each in present]), present))
 
 
 def _read_ledgers(scopes: tuple[int, ...], numbers: tuple[int, ...], *parts: tuple[Any, ...]) -> ReadLedgers:

@@ -96,7 +96,7 @@ class Forks(Generic[T, R]):
             return None
         _, file = self._workers[0]
         self._workers.rotate(-1)
-        with contextlib.suppress(OSError):  # Where the process is gone, there is no result either.
+        with contextlib.suppress(OSError):  # The process is gone, as `_result` will see.
             file.write(data)
             file.flush()
         return file

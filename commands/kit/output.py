@@ -149,7 +149,7 @@ class RowWriter:
 
     @property
     def lines(self) -> Lines | None:
-        """What makes texts of rows, for `made`; None for rows that are laid out, sorted, or printed as they come."""
+        """The maker of texts for `made`; None for rows that are laid out, sorted, or printed as they come."""
         is_plain = type(self) is RowWriter and not (self._tty or self._live)
         return self._fields if is_plain and isinstance(self._fields, Lines) else None
 

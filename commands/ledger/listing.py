@@ -235,7 +235,7 @@ class LinesOfList:
 
 
 def _made(lines: Lines, query: LedgerQuery, batch: ReadLedgers) -> tuple[int, str]:
-    """Return the number of those of the ledgers that the query finds, and their lines."""
+    """Return the lines of the ledgers in `batch` that the query finds, and their number before them."""
     from bkctl.metadata.admin.overview import chosen
 
     rows = list(ledger_rows(chosen(zip(batch.ledgers, batch.parse(), strict=True), query)))

@@ -119,7 +119,7 @@ except ChildProcessError:
 """
 
 
-def test_what_another_process_cannot_do_is_left_to_the_caller() -> None:
+def test_items_that_another_process_cannot_do_come_back_without_a_result() -> None:
     answer = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     lines = answer.stdout.splitlines()
     assert lines[:5] == ["0 0 True", "1 1 True", "2 2 True", "3 None False", "4 4 True"]

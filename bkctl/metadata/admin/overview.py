@@ -209,7 +209,7 @@ def chosen(
     unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
-    """Yield those of the ledgers that were read and that `query` finds; as `list_ledgers`."""
+    """Yield the ledgers that `query` finds among those that were read; see `list_ledgers`."""
     now_ms = time.time_ns() // 1_000_000
     finds_all = not query.needs_metadata
     for count, (ledger, found) in enumerate(ledgers, 1):
