@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
-    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat, LedgerMetadataView, LedgerMetadataViews
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat, LedgerMetadataView
 
 M = TypeVar("M", bound="Message")
 
@@ -196,7 +196,7 @@ class LedgerMetadata(NamedTuple):
         return "\n".join(lines).encode()
 
     def _to_message(self, closed: bool) -> LedgerMetadataFormat:
-        message = _metadata_format()(
+        message: LedgerMetadataFormat = _messages().LedgerMetadataFormat(
             quorumSize=self.write_quorum_size,
             ensembleSize=self.ensemble_size,
             length=self.length if closed else 0,
@@ -223,7 +223,7 @@ def parse_many(values: Sequence[bytes]) -> list[LedgerMetadata]:
     Raises Corrupt or Unsupported where `parse` does for one of them, and for other versions.
     """
     try:
-        views = _metadata_views().FromString(b"".join(map(_framed, values)))
+        views = _messages().LedgerMetadataViews.FromString(b"".join(map(_framed, values)))
     except _decode_error() as error:
         raise Corrupt("Ledger metadata is not a protobuf message of that kind") from error
     if not views.IsInitialized():
@@ -271,24 +271,12 @@ def _parse_v1(body: bytes, at: str) -> LedgerMetadata:
     )
 
 
-def _read_varint(body: bytes, at: str) -> tuple[int, int]:
-    """Return the message length at the start of `body`, and the offset behind it. Raises Corrupt."""
-    size = shift = index = 0
-    while True:
-        if index == len(body) or index == 5:
-            raise Corrupt(f"{at}Ledger metadata (version 3): its message length is cut short or malformed")
-        size |= (body[index] & 0x7F) << shift
-        shift += 7
-        index += 1
-        if body[index - 1] < 0x80:
-            return size, index
-
-
 @cache  # Millions are parsed, and an import statement takes as long as to parse one.
-def _metadata_format() -> type[LedgerMetadataFormat]:
-    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
+def _messages() -> Any:
+    """Return the module of the messages of data_formats.proto."""
+    from bkctl.formats import data_formats_pb2
 
-    return LedgerMetadataFormat
+    return data_formats_pb2
 
 
 @cache
@@ -298,23 +286,14 @@ def _decode_error() -> type[Exception]:
     return DecodeError
 
 
-@cache
-def _metadata_view() -> type[LedgerMetadataView]:
-    from bkctl.formats.data_formats_pb2 import LedgerMetadataView
-
-    return LedgerMetadataView
-
-
-@cache
-def _metadata_views() -> type[LedgerMetadataViews]:
-    from bkctl.formats.data_formats_pb2 import LedgerMetadataViews
-
-    return LedgerMetadataViews
-
-
 def _message_place(body: bytes, at: str) -> tuple[int, int]:
     """Return the begin and the end of the message in version 3's `body`. Raises Corrupt."""
-    size, index = _read_varint(body, at)
+    size = index = 0
+    while index == 0 or body[index - 1] >= 0x80:
+        if index == len(body) or index == 5:
+            raise Corrupt(f"{at}Ledger metadata (version 3): its message length is cut short or malformed")
+        size |= (body[index] & 0x7F) << 7 * index
+        index += 1
     if size > len(body) - index:
         raise Corrupt(f"{at}Ledger metadata (version 3) needs {size} bytes of message, {len(body) - index} are there")
     return index, index + size
@@ -357,7 +336,7 @@ def _ensembles_problem(
 
 
 def _fragment(data: bytes) -> Fragment:
-    segment = parse_message(_metadata_format().Segment, data, "Ledger metadata: an ensemble")
+    segment = parse_message(_messages().LedgerMetadataFormat.Segment, data, "Ledger metadata: an ensemble")
     return Fragment(segment.firstEntryId, tuple(segment.ensembleMember))
 
 
@@ -370,7 +349,7 @@ def _ensembles(segments: tuple[bytes, ...], *sizes: int) -> Ensembles:
 
 
 def _custom_metadata(items: tuple[bytes, ...]) -> CustomMetadata:
-    entry = _metadata_format().cMetadataMapEntry
+    entry = _messages().LedgerMetadataFormat.cMetadataMapEntry
     found = (parse_message(entry, data, "Ledger metadata: a custom field") for data in items)
     return CustomMetadata((item.key, item.value) for item in found)
 
@@ -384,7 +363,7 @@ _view_numbers: Final = attrgetter(
 
 
 def _from_message(data: bytes, version: int, at: str) -> LedgerMetadata:
-    view = parse_message(_metadata_view(), data, f"{at}Ledger metadata")
+    view = parse_message(_messages().LedgerMetadataView, data, f"{at}Ledger metadata")
     try:
         return _from_view(view, version, len(data))
     except (Corrupt, Unsupported) as error:
@@ -487,9 +466,7 @@ class Cookie:
         if self.layout_version == 3:
             lines = (self.bookie_id, ",".join(self.journal_dirs), _encode_dirs(self.ledger_dirs))
             return f"{COOKIE_LAYOUT_VERSION}\n{lines[0]}\n{lines[1]}\n{lines[2]}\n".encode()
-        from bkctl.formats.data_formats_pb2 import CookieFormat
-
-        message = CookieFormat(
+        message = _messages().CookieFormat(
             bookieHost=self.bookie_id,
             journalDir=",".join(self.journal_dirs),
             ledgerDirs=_encode_dirs(self.ledger_dirs),
@@ -602,10 +579,8 @@ class BookieServiceInfo:
     @classmethod
     def parse(cls, data: bytes, where: str = "") -> BookieServiceInfo:
         """Return the service info in a registration node, an empty one for empty bytes (legacy). Raises Corrupt."""
-        from bkctl.formats.data_formats_pb2 import BookieServiceInfoFormat
-
         at = f"{where}: " if where else ""
-        message = parse_message(BookieServiceInfoFormat, data, f"{at}Bookie service info")
+        message = parse_message(_messages().BookieServiceInfoFormat, data, f"{at}Bookie service info")
         return cls(
             tuple(
                 BookieEndpoint(
@@ -618,9 +593,7 @@ class BookieServiceInfo:
 
     def serialize(self) -> bytes:
         """Return the bytes of the registration node."""
-        from bkctl.formats.data_formats_pb2 import BookieServiceInfoFormat
-
-        message = BookieServiceInfoFormat(properties=self.properties)
+        message = _messages().BookieServiceInfoFormat(properties=self.properties)
         for endpoint in self.endpoints:
             message.endpoints.add(**endpoint._asdict())
         return message.SerializeToString(deterministic=True)
@@ -660,9 +633,7 @@ def parse_text(kind: str, data: bytes, what: str) -> Any:
     """Return the message `kind` of data_formats.proto in the text `data`; `what` names it in errors. Raises Corrupt."""
     from google.protobuf import text_format
 
-    from bkctl.formats import data_formats_pb2
-
-    message = getattr(data_formats_pb2, kind)()
+    message = getattr(_messages(), kind)()
     try:
         text_format.Merge(data.decode(), message)
     except UnicodeDecodeError as error:

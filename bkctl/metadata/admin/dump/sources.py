@@ -12,6 +12,7 @@ from binascii import a2b_base64, b2a_base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, repeat, tee
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +22,8 @@ from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
 from bkctl.metadata.cluster import COOKIES, Cluster
-from bkctl.metadata.ledgers import INSTANCE_ID
+from bkctl.metadata.ledger_columns import LEDGER_COLUMNS, ledger_row
+from bkctl.metadata.ledgers import INSTANCE_ID, VersionedMetadata
 from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX
 from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, LedgerMarks, mark_path
 
@@ -472,10 +474,8 @@ def _differing_fields(first: DumpRecord, second: DumpRecord) -> tuple[str, ...]:
         left, right = LedgerMetadata.parse(first.value), LedgerMetadata.parse(second.value)
     except (Corrupt, Unsupported):
         return ()
-    names = {
-        "format_version": "metadataFormatVersion", "state": "state", "ensemble_size": "ensembleSize",
-        "write_quorum_size": "writeQuorumSize", "ack_quorum_size": "ackQuorumSize", "digest_type": "digestType",
-        "length": "length", "last_entry_id": "lastEntryId", "ctime_ms": "ctime", "custom_metadata": "customMetadata",
-        "ensembles": "ensembles", "password": "password", "c_token": "ctoken",
-    }  # fmt: skip
-    return tuple(shown for name, shown in names.items() if getattr(left, name) != getattr(right, name))
+    names = {column.name: column.getter() for column in LEDGER_COLUMNS.columns if not column.optional}
+    names |= {"password": attrgetter("metadata.password"), "ctoken": attrgetter("metadata.c_token")}
+    ledger = LedgerId(0, 0)  # both sides have the same
+    rows = [ledger_row(ledger, VersionedMetadata(each, 0, each.ctime_ms)) for each in (left, right)]
+    return tuple(name for name, get in names.items() if get(rows[0]) != get(rows[1]))
