@@ -596,7 +596,7 @@ class BookieServiceInfo:
         message = _messages().BookieServiceInfoFormat(properties=self.properties)
         for endpoint in self.endpoints:
             message.endpoints.add(**endpoint._asdict())
-        return message.SerializeToString(deterministic=True)
+        return bytes(message.SerializeToString(deterministic=True))
 
 
 def _integer(text: str, bits: int, at: str) -> int:
