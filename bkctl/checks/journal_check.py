@@ -153,7 +153,7 @@ def check_journal(
                     pace.take(reader.position - position, len(batch))
                     position = reader.position
                     check.record_count += len(batch)
-                    if batch.types is None or batch.types[0] is RecordType.ENTRY:
+                    if batch.type is RecordType.ENTRY:
                         check.entry_count += len(batch)
                     for each in () if digests is None else digests.check_batch(batch, reader.name):
                         if not _is_torn(each, reader):

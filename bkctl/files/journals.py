@@ -234,7 +234,7 @@ def _count(reader: JournalReader, found: JournalStatistics) -> None:
     ledgers, ledger_bytes = found.ledgers, found.ledger_bytes
     try:
         for batch in reader.batches():
-            kind = RecordType.ENTRY if batch.types is None else batch.types[0]
+            kind = batch.type
             size_bytes = 4 * len(batch) + sum(batch.sizes)
             found.counts[kind] += len(batch)
             found.type_bytes[kind] += size_bytes

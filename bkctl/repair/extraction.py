@@ -216,7 +216,7 @@ class LedgerExtraction(Closing):
 
     def _take(self, batch: RecordBatch, log: int) -> None:
         scope_id, ledger_id = self.ledger
-        if ledger_id not in batch.ledger_ids or (batch.types or [RecordType.ENTRY])[0] is not RecordType.ENTRY:
+        if ledger_id not in batch.ledger_ids or batch.type is not RecordType.ENTRY:
             return
         if self._digests is not None:
             self._note_damage(self._digests.check_batch(batch.select(self.ledger), str(self.log_paths[log])))
