@@ -18,7 +18,7 @@ from bkctl.errors import NotFound, ProtocolError, UsageError
 from bkctl.http.bookie_client import BOOKIE_PARAMETER
 from bkctl.http.client import ApiClient, ApiResponse
 from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint
-from bkctl.http.server_url import bookie_url, token_for_registered
+from bkctl.http.server_url import token_for_registered
 from bkctl.http.service import Service, ServiceUnavailable
 
 #: Requests under way to all bookies, and to one bookie: bookies that do not answer leave room for the others.
@@ -72,7 +72,6 @@ async def forward(
     bookie = await asyncio.to_thread(cluster.bookies.get, bookie_id)
     if bookie is None:
         raise NotFound(f"Bookie {bookie_id} does not exist", hint="/api/v1/bookie/list_bookies lists the bookies")
-    address = service.addresses.get(bookie_id)
     query = {name: value for name, value in request.query_params.items() if name != BOOKIE_PARAMETER}
     method = "GET" if request.method == "HEAD" else request.method
     exchanges = upstream.exchanges[bookie_id]
@@ -83,8 +82,8 @@ async def forward(
         )
 
     def ask() -> ApiResponse:
-        url = bookie_url(bookie, None if address is None else address[0])  # looks names up
-        client = upstream.client(url, max(upstream.timeout_s, endpoint.timeout_s or 0), upstream.timeout_s)
+        timeout_s = max(upstream.timeout_s, endpoint.timeout_s or 0)
+        client = upstream.client(service.url_of(bookie), timeout_s, upstream.timeout_s)
         return client.request(method, path, query, body or None)
 
     exchange = upstream.threads.submit(ask)
