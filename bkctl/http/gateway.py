@@ -84,7 +84,8 @@ async def forward(
     def ask() -> ApiResponse:
         timeout_s = max(upstream.timeout_s, endpoint.timeout_s or 0)
         client = upstream.client(service.url_of(bookie), timeout_s, upstream.timeout_s)
-        return client.request(method, path, query, body or None)
+        with client.exchange(method, path, query, body or None) as answer:
+            return answer.response()
 
     exchange = upstream.threads.submit(ask)
     exchanges.add(exchange)
