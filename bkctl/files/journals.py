@@ -205,7 +205,7 @@ def _count(reader: JournalReader, found: JournalStatistics) -> None:
     has_groups = reader.version >= VERSION_PADDING
     if has_groups:
         found.group_count = found.group_bytes_max = 0
-    #: Where the group begins, and where its next record does.
+    #: The beginning of the group, and of its next record.
     start = expected = reader.header_size
 
     def end_group(end: int) -> None:

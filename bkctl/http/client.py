@@ -177,13 +177,7 @@ class ApiClient:
 
     @contextmanager
     def exchange(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] = {},
-        body: bytes | None = None,
-        *,
-        streams: bool = False,
+        self, method: str, path: str, query: Mapping[str, str] = {}, body: bytes | None = None, *, streams: bool = False
     ) -> Iterator[ApiAnswer]:
         """Send a request, and provide the answer before its body is read.
 

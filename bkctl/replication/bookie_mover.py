@@ -110,9 +110,7 @@ class BookieMover:
                 yield ledger
 
     async def held_by(
-        self,
-        look: Callable[[LedgerId, HeldLedger | BkctlError], Awaitable[T]],
-        ids: Iterable[LedgerId] | None = None,
+        self, look: Callable[[LedgerId, HeldLedger | BkctlError], Awaitable[T]], ids: Iterable[LedgerId] | None = None
     ) -> AsyncGenerator[T, None]:
         """Yield the result of `look` for each ledger of `held`, in order; several looks run at once."""
         async with contextlib.aclosing(self.held(ids)) as ledgers:

@@ -183,11 +183,7 @@ class LedgerFragmentReplicator:
         return replace(result, outcome=outcome, versioned=versioned, replaced=replaced, repaired=repaired)
 
     async def _copy(
-        self,
-        check: LedgerCheck,
-        fragment: LedgerFragment,
-        targets: Mapping[int, str] | None,
-        exclude: Collection[str],
+        self, check: LedgerCheck, fragment: LedgerFragment, targets: Mapping[int, str] | None, exclude: Collection[str]
     ) -> tuple[dict[int, str], FragmentCopy]:
         """Copy the fragment's entries; return the targets and the finished copy. Raise the error of the last target.
 

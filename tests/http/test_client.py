@@ -116,7 +116,9 @@ def test_bookie_url_distinguishes_down_from_no_server() -> None:
 
 def test_a_request_carries_method_path_query_body_and_token(fake: FakeServer) -> None:
     fake.replies["PUT /p/x"] = Reply(b"done", 418, "text/plain")
-    answer = ApiClient(f"{fake.url}/p", token="t-1").call("PUT", "/x", {"a": "b c", "é": "&"}, b"{}")
+    client = ApiClient(f"{fake.url}/p", token="t-1")
+    with client.exchange("PUT", "/x", {"a": "b c", "é": "&"}, b"{}") as exchange:
+        answer = exchange.response()
     assert (answer.status, answer.content_type, answer.text) == (418, "text/plain", "done")
     (asked,) = fake.asked
     assert (asked.method, asked.path, asked.body) == ("PUT", "/p/x?a=b+c&%C3%A9=%26", b"{}")
