@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -26,10 +27,6 @@ FORWARDS_MAX: Final = 64
 FORWARDS_PER_BOOKIE_MAX: Final = 8
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(FORWARDS_MAX, thread_name_prefix="gateway")
-
-
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """The connection settings for the bookies' servers: their token, and TLS for the ones that registered https.
@@ -41,7 +38,9 @@ class Upstream:
     tls: ssl.SSLContext | None = None
     timeout_s: float = 30.0
     #: Own threads: requests that wait for a bookie do not take those for the metadata store.
-    threads: ThreadPoolExecutor = field(default_factory=_threads, repr=False, compare=False)
+    threads: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, FORWARDS_MAX, "gateway"), repr=False, compare=False
+    )
     #: Requests under way by bookie id.
     exchanges: Mapping[str, set[Future[Any]]] = field(
         default_factory=lambda: defaultdict(set), repr=False, compare=False
