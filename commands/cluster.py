@@ -276,8 +276,7 @@ def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVi
     """Return what the HTTP servers of bookies say of their health."""
     from bkctl.http.bookie_load import cluster_vitals
 
-    access = run.access
-    return cluster_vitals(bookies, access.metrics_client, wait_s=access.metrics_wait_s, host_of=access.bookie_host)
+    return cluster_vitals(bookies, partial(metrics_api, run), wait_s=run.access.metrics_wait_s)
 
 
 @command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))

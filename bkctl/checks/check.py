@@ -22,21 +22,8 @@ import numpy as np
 
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
-from bkctl.checks.index_rows import (
-    Columns,
-    EntrySelection,
-    IndexRowsReader,
-    LedgerNumbers,
-    LocationRows,
-)
-from bkctl.checks.recheck import (
-    EntryKey,
-    IndexedLogs,
-    Recheck,
-    RecordLookup,
-    digest_reason,
-    list_indexed_logs,
-)
+from bkctl.checks.index_rows import Columns, EntrySelection, IndexRowsReader, LedgerNumbers, LocationRows
+from bkctl.checks.recheck import EntryKey, IndexedLogs, Recheck, RecordLookup, digest_reason, list_indexed_logs
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -146,6 +147,16 @@ class Counts:
         self.error_count += 1
         if len(self.errors) < ERRORS_MAX:
             self.errors.append(as_damage(error))
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error of an index as `note_error` does, and continue; skip an index that was just deleted."""
+        try:
+            yield
+        except NotFound:
+            pass
+        except BkctlError as error:
+            self.note_error(error)
 
     def watch(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         """Yield `findings`, and count each as a finding or a note."""

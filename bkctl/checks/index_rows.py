@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from bkctl.checks.findings import Counts, Finding, FindingKind
 from bkctl.checks.recheck import IndexedLogs
 from bkctl.disk import Closing
-from bkctl.errors import BkctlError, NotFound
+from bkctl.errors import BkctlError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader, first_files, still_without_ledger
 from bkctl.files.rocksdb import LocationsDatabase
@@ -189,22 +188,14 @@ class IndexRowsReader:
                 reason = f"the ledger also has the index {first}, which a bookie uses: this index was not checked"
                 yield Finding(FindingKind.TWICE, file.path, reason, ledger)
                 continue
-            try:
-                self._read_index_file(ledger, file.path, rows)
-            except NotFound:
-                continue
-            except BkctlError as error:
-                self._counts.note_error(error)
-
-    def _read_index_file(self, ledger: LedgerId, path: Path, rows: LocationRows) -> None:
-        number = rows.numbers.number(ledger)
-        with LedgerIndexReader.open(path) as reader:
-            for first, page in reader.pages():
-                locations = np.frombuffer(page, np.uint64)
-                (present,) = np.nonzero(locations)
-                if len(present):
-                    entries = present.astype(np.uint64) + np.uint64(first)
-                    self._add(rows, ledger, number, locations[present], entries)
+            number = rows.numbers.number(ledger)
+            with self._counts.noting(), LedgerIndexReader.open(file.path) as reader:
+                for start, page in reader.pages():
+                    locations = np.frombuffer(page, np.uint64)
+                    (present,) = np.nonzero(locations)
+                    if len(present):
+                        entries = present.astype(np.uint64) + np.uint64(start)
+                        self._add(rows, ledger, number, locations[present], entries)
 
     def _add(self, rows: LocationRows, ledger: LedgerId, number: int, locations: Column, entries: Column) -> None:
         selection = self._selection
@@ -222,15 +213,13 @@ class IndexRowsReader:
             self._counts.note_error(error)
             return
         counts: dict[LedgerId, int] = {}
-        try:
+        with self._counts.noting():
             for ledger, locations, entries in self._location_groups(pair.locations):
                 number = rows.numbers.find(ledger)
                 if number is not None:
                     self._add(rows, ledger, number, locations, entries)
                 elif ledger in self._selection:
                     counts[ledger] = counts.get(ledger, 0) + len(entries)
-        except BkctlError as error:
-            self._counts.note_error(error)
         path = pair.locations.path
         for ledger in still_without_ledger(self._directories, path, counts) if counts else ():
             reason = f"{counts[ledger]:,} locations of a ledger that is not in the ledgers database: probably deleted"

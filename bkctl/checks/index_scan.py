@@ -107,12 +107,8 @@ class IndexScan:
                 yield Finding(FindingKind.RELOCATION, file.path, reason, ledger)
             if first != file.path:
                 yield Finding(FindingKind.TWICE, file.path, f"the ledger also has the index {first}", ledger)
-            try:
+            with self.counts.noting():
                 yield from self._scan_file(ledger, file.path)
-            except NotFound:
-                continue
-            except BkctlError as error:
-                self.counts.note_error(error)
 
     def _scan_file(self, ledger: LedgerId, path: Path) -> Iterator[Finding]:
         with LedgerIndexReader.open(path) as reader:
@@ -144,10 +140,8 @@ class IndexScan:
     def _scan_database(self, database: LedgersDatabase | LocationsDatabase, items: Scan) -> Scan:
         """Yield the findings of `items` and then stray tables; return what `items` returns, None if damaged."""
         known: set[LedgerId] | None = None
-        try:
+        with self.counts.noting():
             known = yield from items
-        except BkctlError as error:
-            self.counts.note_error(error)
         for damage in check_write_ahead_logs(database.path):
             self.counts.note_error(damage)
         for path in database.stray_tables():

@@ -143,6 +143,14 @@ def check_journal(
     pace = pace or Pace()
     borders: set[int] = set()
     mismatch: DigestMismatchAt | None = None
+
+    def note(found: Iterable[DigestMismatchAt]) -> None:
+        nonlocal mismatch
+        for each in found:
+            if not _is_torn(each, reader):
+                mismatch = mismatch or each
+                check.mismatch_count += 1
+
     try:
         with JournalReader.open(path) as reader:
             check.version, check.size_bytes = reader.version, reader.size()
@@ -153,12 +161,9 @@ def check_journal(
                     pace.take(reader.position - position, len(batch))
                     position = reader.position
                     check.record_count += len(batch)
-                    if batch.types is None or batch.types[0] is RecordType.ENTRY:
+                    if batch.type is RecordType.ENTRY:
                         check.entry_count += len(batch)
-                    for each in () if digests is None else digests.check_batch(batch, reader.name):
-                        if not _is_torn(each, reader):
-                            mismatch = mismatch or each
-                            check.mismatch_count += 1
+                    note(() if digests is None else digests.check_batch(batch, reader.name))
                     if wanted:
                         borders |= wanted.intersection(batch.offsets)
                         borders.add(reader.position)
@@ -173,10 +178,7 @@ def check_journal(
                     check.problem += f"; {_REUSED_HINT}"
             elif reader.end is ScanState.TORN:
                 check.behind = Behind(max(0, check.size_bytes - reader.position))
-            for each in () if digests is None else digests.late_findings():
-                if not _is_torn(each, reader):
-                    mismatch = mismatch or each
-                    check.mismatch_count += 1
+            note(() if digests is None else digests.late_findings())
             problems = [check.problem] if check.problem else []
             if mismatch is not None:
                 more = f"; {check.mismatch_count - 1:,} more do not" if check.mismatch_count > 1 else ""

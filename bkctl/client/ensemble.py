@@ -120,24 +120,23 @@ def locate(
     """
     by_id = {bookie.bookie_id: bookie for bookie in bookies}
     schedule = RoundRobinDistributionSchedule.of(metadata)
-    end = metadata.last_entry_id if metadata.state is LedgerState.CLOSED else None
-    if entry_id is not None and end is not None and entry_id > end:
+    end = metadata.last_entry_id
+    if entry_id is not None and metadata.is_closed and entry_id > end:
         raise EntryNotFound(f"Ledger {ledger} {'ends at entry ' + str(end) if end >= 0 else 'has no entries'}")
-    for at, fragment in enumerate(metadata.ensembles):
-        later = metadata.ensembles[at + 1].first_entry_id - 1 if at + 1 < len(metadata.ensembles) else end
-        if entry_id is not None and not (fragment.first_entry_id <= entry_id and (later is None or entry_id <= later)):
+    for first, last, bookie_ids in metadata.extents():
+        if entry_id is not None and not (first <= entry_id and (last is None or entry_id <= last)):
             continue
-        indexes = range(len(fragment.bookies)) if entry_id is None else schedule.write_set(entry_id)
+        indexes = range(len(bookie_ids)) if entry_id is None else schedule.write_set(entry_id)
         for position, index in enumerate(indexes):
-            bookie = by_id.get(fragment.bookies[index])
+            bookie = by_id.get(bookie_ids[index])
             yield ReplicaPlace(
-                fragment.first_entry_id,
-                later,
+                first,
+                last,
                 index,
-                fragment.bookies[index],
+                bookie_ids[index],
                 "down" if bookie is None else bookie.state,
                 None if bookie is None or bookie.state == "down" else bookie.ledger_scopes,
-                None if later is None else schedule.entry_count(index, fragment.first_entry_id, later),
+                None if last is None else schedule.entry_count(index, first, last),
                 None if entry_id is None else position,
             )
 

@@ -34,17 +34,12 @@ class ConversionState(NamedTuple):
     swapping: bool = False
     counts: tuple[tuple[int, int], ...] = ()
 
-    def has(self, ledger: LedgerId, number: int, *, by_directory: bool) -> bool:
-        """Return True if the ledger is on disk.
-
-        Ledgers come in id order, or with `by_directory` directory by directory, scoped ledgers last.
-        """
+    def has(self, ledger: LedgerId, number: int) -> bool:
+        """Return True if the ledger is on disk. Ledgers come directory by directory, scoped ledgers last."""
         if self.after is None:
             return False
         last = LedgerId.from_value(int(self.after, 16))
-        if by_directory:
-            return (ledger.is_scoped, number, ledger) <= (last.is_scoped, self.number, last)
-        return ledger <= last
+        return (ledger.is_scoped, number, ledger) <= (last.is_scoped, self.number, last)
 
     @classmethod
     def read(cls, path: Path) -> ConversionState | None:

@@ -232,7 +232,7 @@ class EntryLogReader(FileReader):
         entries = 0
         with suppress(Corrupt, Unsupported):
             for batch in self.batches(at, special=True, complete=False):
-                if batch.record is not None and batch.record.type is RecordType.LEDGERS_MAP:
+                if batch.type is RecordType.LEDGERS_MAP:
                     return entries > 0
                 entries += len(batch)
         return False

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of, describe
 from bkctl.files.journal import JournalReader
-from bkctl.files.scan import RecordBatch
 from bkctl.files.status import read_small
 from bkctl.formats.journal import VERSION_PADDING, LogMark, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
@@ -202,50 +201,38 @@ def journal_statistics(path: Path) -> JournalStatistics | None:
     return found
 
 
-class _GroupCounter:
-    """Counts groups and the padding between them."""
-
-    def __init__(self, found: JournalStatistics, header_size: int) -> None:
-        self._found = found
-        self._start = self._expected = header_size
-        found.group_count = found.group_bytes_max = 0
-
-    def add(self, batch: RecordBatch) -> None:
-        """Count the records of a batch, which follow the records added before."""
-        for offset, size in zip(batch.offsets, batch.sizes, strict=True):
-            if offset != self._expected:
-                self.end_group(offset)
-            self._expected = offset + 4 + size
-
-    def end_group(self, end: int) -> None:
-        """Count the group whose records were added; its padding ends at byte `end`."""
-        found, padding = self._found, end - self._expected
-        if end > self._start:
-            found.group_count = (found.group_count or 0) + 1
-            found.group_bytes_max = max(found.group_bytes_max or 0, end - self._start)
-            found.padding_count += padding > 0
-            found.padding_bytes += padding
-            self._start = end
-
-
 def _count(reader: JournalReader, found: JournalStatistics) -> None:
-    has_groups = found.version is not None and found.version >= VERSION_PADDING
-    groups = _GroupCounter(found, reader.header_size) if has_groups else None
-    ledgers, ledger_bytes = found.ledgers, found.ledger_bytes
+    has_groups = reader.version >= VERSION_PADDING
+    if has_groups:
+        found.group_count = found.group_bytes_max = 0
+    #: The beginning of the group, and of its next record.
+    start = expected = reader.header_size
+
+    def end_group(end: int) -> None:
+        """Count the group whose records were counted; its padding ends at byte `end`."""
+        nonlocal start
+        if end > start:
+            found.group_count = (found.group_count or 0) + 1
+            found.group_bytes_max = max(found.group_bytes_max or 0, end - start)
+            found.padding_count += end > expected
+            found.padding_bytes += end - expected
+            start = end
+
     try:
         for batch in reader.batches():
-            kind = RecordType.ENTRY if batch.types is None else batch.types[0]
             size_bytes = 4 * len(batch) + sum(batch.sizes)
-            found.counts[kind] += len(batch)
-            found.type_bytes[kind] += size_bytes
+            found.counts[batch.type] += len(batch)
+            found.type_bytes[batch.type] += size_bytes
             found.record_count += len(batch)
             found.record_bytes += size_bytes
-            ledgers.update(batch.ledgers)
+            found.ledgers.update(batch.ledgers)
             for (scope_id, ledger_id), size in batch.sizes_by_ledger().items():
-                ledger_bytes[LedgerId(scope_id, ledger_id)] += size
-            if groups is not None:
-                groups.add(batch)
+                found.ledger_bytes[LedgerId(scope_id, ledger_id)] += size
+            for offset, size in zip(batch.offsets, batch.sizes, strict=True) if has_groups else ():
+                if offset != expected:
+                    end_group(offset)
+                expected = offset + 4 + size
     except (Corrupt, Unsupported) as error:
         found.error = error
-    if groups is not None:
-        groups.end_group(reader.position)
+    if has_groups:
+        end_group(reader.position)

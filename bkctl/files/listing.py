@@ -154,9 +154,8 @@ class RecordFilter(NamedTuple):
 
     def _choose(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
         ledger, scope_id, entry_id, types, _, _ = self
-        plain = types is None or RecordType.ENTRY in types
         for batch in batches:
-            if plain if batch.record is None else types is None or batch.record.type in types:
+            if types is None or batch.type in types:
                 chosen = batch.select(ledger, scope_id, entry_id)
                 if len(chosen):
                     yield chosen

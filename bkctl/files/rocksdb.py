@@ -17,7 +17,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -151,27 +151,25 @@ class Database:
         """
         from tempfile import TemporaryDirectory
 
-        problem: BkctlError | None = None
-        for attempt in range(_OPEN_ATTEMPTS):
-            time.sleep(attempt and _PAUSE_S)
+        for attempt in range(1, _OPEN_ATTEMPTS + 1):
             view = TemporaryDirectory(prefix="bkctl-")
-            try:
-                link_files(path, Path(view.name))
-                check_manifest(path)
-                with rocksdb_errors(path, "cannot be opened", view.name):
-                    database = open_read_only(view.name)
-            except (Corrupt, NotFound) as error:
-                # A running bookie may just create the database, or have replaced files meanwhile; real damage is there
-                # at the next attempt too.
-                view.cleanup()
-                problem = error
-            except BaseException:
-                view.cleanup()
-                raise
-            else:
+            with ExitStack() as undo:
+                undo.callback(view.cleanup)
+                try:
+                    link_files(path, Path(view.name))
+                    check_manifest(path)
+                    with rocksdb_errors(path, "cannot be opened", view.name):
+                        database = open_read_only(view.name)
+                except (Corrupt, NotFound):
+                    # A running bookie may just create the database, or have replaced files meanwhile; real damage is
+                    # there at the next attempt too.
+                    if attempt == _OPEN_ATTEMPTS:
+                        raise
+                    time.sleep(_PAUSE_S)
+                    continue
+                undo.pop_all()
                 return cls(path, database, view, scoped=_is_scoped(path, scoped), writes=False)
-        assert problem is not None
-        raise problem
+        raise AssertionError
 
     @classmethod
     def create(cls, path: Path, *, scoped: bool | None = None) -> Self:

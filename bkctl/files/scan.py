@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, StrEnum
 from functools import cache
 from struct import Struct
@@ -94,13 +94,13 @@ class ScannedFile(IntEnum):
 class RecordBatch:
     """Records of one file in file order, as columns: lists of one length, built at first use.
 
-    Nearly every batch has plain entries only (`types` is None). Any other record (a ledgers map, padding, an entry too
+    Nearly every batch has plain entries only (`record` is None). Any other record (a ledgers map, padding, an entry too
     short for its header) comes in a batch of its own; its `last_add_confirmed` and `lengths` are None if it has none,
     as in the Record of `EntryLogReader.records`.
 
     `window` is the part of the file that has these records, `window_offset` its file offset; `begins` are the offsets
     of the size fields in it. `fields` are the fields of all records in a row, as `take_entries` returns them (a
-    memoryview of int64 if the compiled loop built it), empty for a single `record`.
+    memoryview of int64 if the compiled loop built it).
 
     `offsets` are the file offsets of the size fields (an entry's location is 4 more), `sizes` the size fields,
     `format_version` is 1 or 2 for all records. `scope_ids` and `ledger_ids` are unsigned; `ledgers` has both as
@@ -117,52 +117,55 @@ class RecordBatch:
         self.window, self.window_offset, self.begins, self.fields = window, window_offset, begins, fields
         self._width = 5 if format_version == 1 else 7
         self.record = record
-        self._columns: dict[str, list[int]] = {}
+        self._columns: dict[int, list[int]] = {}
         self._ledgers: list[LedgerId] | None = None
         self.format_version = format_version
 
     @classmethod
     def of_record(cls, record: Record, window: bytes, begin: int) -> RecordBatch:
         """Return a batch of `record` alone; its size field is at byte `begin` of `window`."""
-        return cls(window, record.offset - begin, [begin], (), record.format_version, record)
+        (scope_id, ledger_id), version = record.ledger, record.format_version
+        ids = [ledger_id] if version == 1 else [record.body[0], scope_id, ledger_id]
+        fields = [record.record_size, *ids, record.entry_id, record.last_add_confirmed or 0, record.length or 0]
+        return cls(window, record.offset - begin, [begin], fields, version, record)
 
     def __len__(self) -> int:
         return len(self.begins)
 
     @property
-    def types(self) -> list[RecordType] | None:
-        """Return the records' types; None if all are entries with a whole header."""
-        return None if self.record is None else [self.record.type]
+    def type(self) -> RecordType:
+        """Return the type of all records."""
+        return RecordType.ENTRY if self.record is None else self.record.type
 
     @property
     def offsets(self) -> list[int]:
         """Return the file offsets of the size fields."""
-        at = self.window_offset
-        return self._column("offsets", lambda: [at + begin for begin in self.begins])
+        if (found := self._columns.get(-1)) is None:
+            at = self.window_offset
+            found = self._columns[-1] = [at + begin for begin in self.begins]
+        return found
 
     @property
     def sizes(self) -> list[int]:
         """Return the size fields: the bytes of each record behind its size field."""
-        return self._field("sizes", 0, lambda record: record.record_size)
+        return self._field(0)
 
     @property
     def scope_ids(self) -> list[int]:
         """Return the scope ids, unsigned; all 0 in format version 1."""
-        if self.format_version == 1:
-            return self._column("scopes", lambda: [0] * len(self))
-        return self._field("scopes", 2, lambda record: record.ledger.scope_id)
+        return [0] * len(self) if self.format_version == 1 else self._field(2)
 
     @property
     def ledger_ids(self) -> list[int]:
         """Return the ledger ids, unsigned; 2^64−1 for a record without a ledger."""
-        return self._field("ledgers", self._width - 4, lambda record: record.ledger.ledger_id)
+        return self._field(self._width - 4)
 
     @property
     def ledgers(self) -> list[LedgerId]:
         """Return the ledger of each record; NO_LEDGER for a record without one."""
         if self._ledgers is None:
             ids = self.ledger_ids
-            if self.format_version == 1 and self.record is None:
+            if self.format_version == 1:
                 by_id = {ledger_id: _new_ledger((0, ledger_id)) for ledger_id in set(ids)}
                 self._ledgers = list(map(by_id.__getitem__, ids))
             else:
@@ -174,21 +177,18 @@ class RecordBatch:
     @property
     def entry_ids(self) -> list[int]:
         """Return the entry ids; negative for a record that is not an entry."""
-        return self._field("entries", self._width - 3, lambda record: record.entry_id)
+        return self._field(self._width - 3)
 
     @property
     def last_add_confirmed(self) -> list[int] | list[None]:
         """Return each entry's last add confirmed; None for a record without it."""
-        if self.record is not None and self.record.last_add_confirmed is None:
-            return [None]
-        return self._field("lacs", self._width - 2, lambda record: record.last_add_confirmed or 0)
+        lacks = self.record is not None and self.record.last_add_confirmed is None
+        return [None] if lacks else self._field(self._width - 2)
 
     @property
     def lengths(self) -> list[int] | list[None]:
         """Return the ledger's length after each entry, in payload bytes, as the entry has it; None without it."""
-        if self.record is not None and self.record.length is None:
-            return [None]
-        return self._field("lengths", self._width - 1, lambda record: record.length or 0)
+        return [None] if self.record is not None and self.record.length is None else self._field(self._width - 1)
 
     def numbers(self, name: str) -> Sequence[int]:
         """Return the column `sizes`, `entry_ids`, `last_add_confirmed` or `lengths` of plain entries.
@@ -196,7 +196,7 @@ class RecordBatch:
         A memoryview of int64 where that costs less than a list.
         """
         flat = self.fields
-        if self.record is not None or not isinstance(flat, memoryview):
+        if not isinstance(flat, memoryview):
             return cast("Sequence[int]", getattr(self, name))
         return flat[_PLACES[name] % self._width :: self._width]
 
@@ -239,25 +239,18 @@ class RecordBatch:
         self, ledger: LedgerId | None = None, scope_id: int | None = None, entry_id: int | None = None
     ) -> RecordBatch:
         """Return the records of this ledger, of this scope and with this entry id; None matches any."""
+        scope_id, ledger_id = (scope_id, None) if ledger is None else ledger
         chosen: Iterable[int] = range(len(self))
-        if ledger is not None:
-            scope_id = ledger.scope_id
-            ids, wanted = self.ledger_ids, ledger.ledger_id
-            chosen = [index for index in chosen if ids[index] == wanted]
-        if scope_id is not None and (self.format_version == 2 or scope_id != 0 or self.record is not None):
-            scopes = self.scope_ids
-            chosen = [index for index in chosen if scopes[index] == scope_id]
-        if entry_id is not None:
-            entries = self.entry_ids
-            chosen = [index for index in chosen if entries[index] == entry_id]
+        for wanted, column in ((ledger_id, "ledger_ids"), (scope_id, "scope_ids"), (entry_id, "entry_ids")):
+            if wanted is not None and (wanted or self.format_version == 2 or column != "scope_ids"):
+                values = getattr(self, column)
+                chosen = [index for index in chosen if values[index] == wanted]
         chosen = list(chosen)
         if len(chosen) == len(self):
             return self
-        begins, flat, width = self.begins, self.fields, self._width
+        width, flat = self._width, self.fields
         rows = [value for index in chosen for value in flat[index * width : (index + 1) * width]]
-        return RecordBatch(
-            self.window, self.window_offset, [begins[index] for index in chosen], rows, self.format_version, self.record
-        )
+        return self._of([self.begins[index] for index in chosen], rows)
 
     def bodies(self) -> list[bytes]:
         """Return all records without their size fields."""
@@ -288,30 +281,21 @@ class RecordBatch:
     def _part(self, first: int, last: int) -> RecordBatch:
         if first == 0 and last >= len(self):
             return self
-        fields = self.fields[first * self._width : last * self._width]
-        return RecordBatch(
-            self.window, self.window_offset, self.begins[first:last], fields, self.format_version, self.record
-        )
+        return self._of(self.begins[first:last], self.fields[first * self._width : last * self._width])
 
-    def _field(self, name: str, place: int, of_record: Callable[[Record], int]) -> list[int]:
-        if self.record is not None:
-            return [of_record(self.record)]
+    def _of(self, begins: Sequence[int], fields: Sequence[int]) -> RecordBatch:
+        return RecordBatch(self.window, self.window_offset, begins, fields, self.format_version, self.record)
 
-        def make() -> list[int]:
+    def _field(self, place: int) -> list[int]:
+        values = self._columns.get(place)
+        if values is None:
             flat = self.fields[place :: self._width]
             values = flat.tolist() if isinstance(flat, memoryview) else list(flat)
             # Ids are unsigned; scope and ledger of version 2 are the only ones that may be 2^63 or more.
             if self.format_version == 2 and place in (2, 3) and values and min(values) < 0:
-                return [value & U64_MAX for value in values]
-            return values
-
-        return self._column(name, make)
-
-    def _column(self, name: str, make: Callable[[], list[int]]) -> list[int]:
-        column = self._columns.get(name)
-        if column is None:
-            column = self._columns[name] = make()
-        return column
+                values = [value & U64_MAX for value in values]
+            self._columns[place] = values
+        return values
 
 
 def take_entries(

@@ -167,6 +167,14 @@ class LedgerMetadata(NamedTuple):
             raise UsageError(f"Entry {entry_id} is before the ledger's first entry")
         return self.ensembles[index - 1]
 
+    def extents(self) -> Iterator[tuple[int, int | None, tuple[str, ...]]]:
+        """Yield first entry, last entry (None while a writer may add more) and bookies of each fragment."""
+        ends = [*(fragment.first_entry_id - 1 for fragment in self.ensembles[1:]), None]
+        if self.is_closed:
+            ends[-1] = self.last_entry_id
+        for (first, bookies), last in zip(self.ensembles, ends, strict=False):  # Damaged metadata may have none.
+            yield first, last, bookies
+
     @property
     def last_fragment(self) -> Fragment:
         """Return the fragment for the next entry of an open ledger."""

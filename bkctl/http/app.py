@@ -29,13 +29,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.http import bookie_endpoints, cluster_endpoints
-from bkctl.http.endpoints import (
-    TEXT,
-    ApiCall,
-    ApiEndpoint,
-    document,
-    error_answer,
-)
+from bkctl.http.endpoints import TEXT, ApiCall, ApiEndpoint, document, error_answer
 from bkctl.http.gateway import Upstream, forward
 from bkctl.http.server_url import is_loopback_address
 from bkctl.http.service import Service, ServiceUnavailable

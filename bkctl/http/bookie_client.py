@@ -211,8 +211,7 @@ class BookieApi:
             return json.loads(response.body), what
         except (ValueError, RecursionError) as error:
             raise ProtocolError(
-                f"{what}: the answer is not JSON: {shortened(response.text)[:60]!r}",
-                hint="is this a bookie's server?",
+                f"{what}: the answer is not JSON: {shortened(response.text)[:60]!r}", hint="is this a bookie's server?"
             ) from error
 
     def _text(self, method: str, path: str, body: Mapping[str, Any] | None) -> str:

@@ -33,14 +33,12 @@ from bkctl.http.bookie_metrics import (
     UNREGISTERED_SECONDS,
 )
 from bkctl.http.client import shortened
-from bkctl.http.server_url import bookie_url
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.store import attempt
 
 if TYPE_CHECKING:
-    from bkctl.http.client import ApiClient
     from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
@@ -229,13 +227,24 @@ class Question(threading.Thread, Generic[T]):
 
 
 def ask_all(
-    bookies: Iterable[RegisteredBookie], read: Callable[[RegisteredBookie], T], wait_s: float
+    bookies: Iterable[RegisteredBookie],
+    read: Callable[[RegisteredBookie], T],
+    wait_s: float,
+    asked: Mapping[str, Question[T]] = {},
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, Question[T]]:
-    """Ask bookies, all at once; return the questions by bookie id, answered within `wait_s` in all or not."""
+    """Ask bookies, all at once; return the questions by bookie id, answered within `wait_s` in all or not.
+
+    Questions in `asked` that are still open are not asked again. Another thread ends the wait by `is_over`.
+    """
     deadline_s = time.monotonic() + wait_s
-    questions = {each.bookie_id: Question(each.bookie_id, partial(read, each)) for each in bookies}
+    running = {bookie_id: each for bookie_id, each in asked.items() if each.is_alive()}
+    questions = {
+        each.bookie_id: running.get(each.bookie_id) or Question(each.bookie_id, partial(read, each)) for each in bookies
+    }
     for question in questions.values():
-        question.join(max(0.0, deadline_s - time.monotonic()))
+        while question.is_alive() and not is_over() and (left_s := deadline_s - time.monotonic()) > 0:
+            question.join(min(left_s, 0.1))
     return questions
 
 
@@ -243,16 +252,13 @@ def ask_all(
 class LoadWatch:
     """Reads the load of a cluster again and again, all bookies at once.
 
-    `client_of` returns the client of a registered URL, `host_of` a host in place of a bookie's own, or None. A look
-    waits `wait_s` for the bookies; the others have the problem "no answer", and are not asked again before they
-    answered or failed.
+    `api_of` returns a bookie's HTTP server. A look waits `wait_s` for the bookies; the others have the problem "no
+    answer", and are not asked again before they answered or failed.
     """
 
     cluster: Cluster
-    client_of: Callable[[str], ApiClient]
+    api_of: Callable[[RegisteredBookie], BookieApi]
     wait_s: float
-    host_of: Callable[[str], str | None] = lambda bookie_id: None
-    _clients: dict[str, ApiClient] = field(default_factory=dict)
     _questions: dict[str, Question[BookieReading]] = field(default_factory=dict)
     _last: dict[str, BookieReading] = field(default_factory=dict)
     _is_cancelled: bool = False
@@ -264,15 +270,12 @@ class LoadWatch:
     def look(self) -> ClusterLoad:
         """Return the load now. Raise as `MetadataStore` if the metadata cannot be read."""
         bookies = self.cluster.bookies.list()
-        deadline_s = time.monotonic() + self.wait_s
-        running = {bookie_id: each for bookie_id, each in self._questions.items() if each.is_alive()}
-        self._questions = {
-            bookie.bookie_id: running.get(bookie.bookie_id) or self._ask(bookie)
-            for bookie in bookies
-            if bookie.state != "down"
-        }
         missing, marked = self._missing_replicas()
-        loads = tuple(self._load(bookie, missing[bookie.bookie_id], deadline_s) for bookie in bookies)
+        self._questions = ask_all(
+            (bookie for bookie in bookies if bookie.state != "down"), lambda bookie: read_bookie(self.api_of(bookie)),
+            self.wait_s, self._questions, lambda: self._is_cancelled,
+        )  # fmt: skip
+        loads = tuple(self._load(bookie, missing[bookie.bookie_id]) for bookie in bookies)
         known = {bookie.bookie_id for bookie in bookies}
         self._last = {bookie_id: reading for bookie_id, reading in self._last.items() if bookie_id in known}
         self._last |= {load.bookie.bookie_id: load.reading for load in loads if load.reading is not None}
@@ -286,21 +289,10 @@ class LoadWatch:
         except Corrupt as error:
             return f"not known to be audited: {error}"
 
-    def _ask(self, bookie: RegisteredBookie) -> Question[BookieReading]:
-        def read() -> BookieReading:
-            url = bookie_url(bookie, self.host_of(bookie.bookie_id))
-            if url not in self._clients:
-                self._clients[url] = self.client_of(url)
-            return read_bookie(BookieApi(self._clients[url]))
-
-        return Question(bookie.bookie_id, read)
-
-    def _load(self, bookie: RegisteredBookie, missing: int, deadline_s: float) -> BookieLoad:
+    def _load(self, bookie: RegisteredBookie, missing: int) -> BookieLoad:
         question = self._questions.get(bookie.bookie_id)
         if question is None:
             return BookieLoad(bookie, None, NO_COUNTS, missing, "has a cookie, but is not registered")
-        while question.is_alive() and not self._is_cancelled and (left_s := deadline_s - time.monotonic()) > 0:
-            question.join(min(left_s, 0.1))
         if question.is_alive():
             return BookieLoad(bookie, None, NO_COUNTS, missing, f"no answer within {self.wait_s:g} s")
         reading = question.answer
@@ -465,21 +457,11 @@ def read_vitals(api: BookieApi) -> BookieVitals:
 
 
 def cluster_vitals(
-    bookies: Iterable[RegisteredBookie],
-    client_of: Callable[[str], ApiClient],
-    *,
-    wait_s: float,
-    host_of: Callable[[str], str | None] = lambda bookie_id: None,
+    bookies: Iterable[RegisteredBookie], api_of: Callable[[RegisteredBookie], BookieApi], *, wait_s: float
 ) -> dict[str, BookieVitals]:
-    """Ask the registered bookies, all at once; return the vitals of those that answer within `wait_s` in all.
-
-    `client_of` and `host_of` as in LoadWatch.
-    """
-
-    def read(bookie: RegisteredBookie) -> BookieVitals:
-        return read_vitals(BookieApi(client_of(bookie_url(bookie, host_of(bookie.bookie_id)))))
-
-    questions = ask_all((each for each in bookies if each.state != "down" and each.http_endpoint), read, wait_s)
+    """Ask the registered bookies, all at once; return the vitals of those that answer within `wait_s` in all."""
+    serving = (each for each in bookies if each.state != "down" and each.http_endpoint)
+    questions = ask_all(serving, lambda bookie: read_vitals(api_of(bookie)), wait_s)
     return {bookie_id: each.answer for bookie_id, each in questions.items() if each.answer is not None}
 
 

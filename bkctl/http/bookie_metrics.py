@@ -27,22 +27,15 @@ if TYPE_CHECKING:
     from bkctl.bookie.group_commit import JournalThread
     from bkctl.http.service import BookieProxy
 
-#: Gauge of ledgers whose requests fail, because their own state could not be read at the start.
+#: Names of metrics that `bookie_load` reads; METRICS says what they are.
 SET_ASIDE_LEDGERS: Final = "bkctl_set_aside_ledgers"
-#: Gauge of ledgers that accept no entries, because the disk refused their index at the last checkpoint.
 REFUSED_LEDGERS: Final = "bkctl_refused_ledgers"
-#: Gauge of ledgers of which a read failed within the last day, for the disk or for damage; 1,000 at most.
 UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
-#: Gauge 1 of a ledger (label `ledger`) whose read failed last; ten of them.
 UNREADABLE_LEDGER: Final = "bkctl_unreadable_ledger"
-#: Gauge of seconds since the bookie last found its registration in the metadata store; 0 while it finds it.
 UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
-#: Gauge of seconds until a certificate expires, negative afterwards. Label `server`: bookie, http, or metadata (the
-#: bookie's own certificate as a client of the metadata store).
+#: Negative once it has expired. Label `server`: bookie, http, or metadata (the bookie's as a client of the store).
 CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
-#: Gauge of the bookie's clock, in seconds since 1970.
 CLOCK_SECONDS: Final = "bkctl_clock_seconds"
-#: Gauges of the adds and syncs that the quantiles of the last minute or two are of.
 RECENT_ADDS: Final = "bkctl_recent_adds"
 RECENT_SYNCS: Final = "bkctl_recent_journal_syncs"
 _USAGE_STEP: Final = 10

@@ -160,14 +160,6 @@ class ApiClient:
         self.token = token
         self._tls = tls
 
-    def request(self, method: str, path: str, query: Mapping[str, str] = {}, body: bytes | None = None) -> ApiResponse:
-        """Send a request and return the answer, whatever its status.
-
-        Raise Unreachable, TimedOut, and ProtocolError for an answer that is not HTTP or exceeds ANSWER_SIZE_BYTES_MAX.
-        """
-        with self.exchange(method, path, query, body) as answer:
-            return answer.response()
-
     def call(
         self,
         method: str,
@@ -177,7 +169,7 @@ class ApiClient:
         *,
         size_max: int = ANSWER_SIZE_BYTES_MAX,
     ) -> ApiResponse:
-        """Send a request and return the answer. Raise as `request`, and `error_of` for a status other than 2xx."""
+        """Send a request and return the answer. Raise as `exchange`, and `error_of` for a status other than 2xx."""
         with self.exchange(method, path, query, body) as answer:
             if not 200 <= answer.status < 300:
                 raise self.error_of(answer, method, path)
@@ -185,18 +177,12 @@ class ApiClient:
 
     @contextmanager
     def exchange(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] = {},
-        body: bytes | None = None,
-        *,
-        streams: bool = False,
+        self, method: str, path: str, query: Mapping[str, str] = {}, body: bytes | None = None, *, streams: bool = False
     ) -> Iterator[ApiAnswer]:
         """Send a request, and provide the answer before its body is read.
 
         The exchange ends after ANSWER_TIMEOUTS_MAX timeouts; with `streams`, every 64 KiB may take that long.
-        Raise as `request`.
+        Raise Unreachable, TimedOut, and ProtocolError for an answer that is not HTTP.
         """
         target = self.target(path, query)
         headers = {"Accept": "*/*", "Connection": "close", "User-Agent": "bkctl"}

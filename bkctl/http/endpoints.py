@@ -349,11 +349,7 @@ async def streamed_object(entries: AsyncIterator[list[tuple[str, str]]]) -> Resp
     first = await anext(entries, None)
 
     async def parts() -> AsyncIterator[bytes]:
-        if first is None:
-            yield b"{ }"
-            return
-        batch: list[tuple[str, str]] | None = first
-        before = "{"
+        before, batch = "{", first
         while batch is not None:
             lines = []
             for name, value in batch:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -18,16 +19,12 @@ from bkctl.errors import NotFound, ProtocolError, UsageError
 from bkctl.http.bookie_client import BOOKIE_PARAMETER
 from bkctl.http.client import ApiClient, ApiResponse
 from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint
-from bkctl.http.server_url import bookie_url, token_for_registered
+from bkctl.http.server_url import token_for_registered
 from bkctl.http.service import Service, ServiceUnavailable
 
 #: Requests under way to all bookies, and to one bookie: bookies that do not answer leave room for the others.
 FORWARDS_MAX: Final = 64
 FORWARDS_PER_BOOKIE_MAX: Final = 8
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(FORWARDS_MAX, thread_name_prefix="gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,9 @@ class Upstream:
     tls: ssl.SSLContext | None = None
     timeout_s: float = 30.0
     #: Own threads: requests that wait for a bookie do not take those for the metadata store.
-    threads: ThreadPoolExecutor = field(default_factory=_threads, repr=False, compare=False)
+    threads: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, FORWARDS_MAX, "gateway"), repr=False, compare=False
+    )
     #: Requests under way by bookie id.
     exchanges: Mapping[str, set[Future[Any]]] = field(
         default_factory=lambda: defaultdict(set), repr=False, compare=False
@@ -72,7 +71,6 @@ async def forward(
     bookie = await asyncio.to_thread(cluster.bookies.get, bookie_id)
     if bookie is None:
         raise NotFound(f"Bookie {bookie_id} does not exist", hint="/api/v1/bookie/list_bookies lists the bookies")
-    address = service.addresses.get(bookie_id)
     query = {name: value for name, value in request.query_params.items() if name != BOOKIE_PARAMETER}
     method = "GET" if request.method == "HEAD" else request.method
     exchanges = upstream.exchanges[bookie_id]
@@ -83,9 +81,10 @@ async def forward(
         )
 
     def ask() -> ApiResponse:
-        url = bookie_url(bookie, None if address is None else address[0])  # looks names up
-        client = upstream.client(url, max(upstream.timeout_s, endpoint.timeout_s or 0), upstream.timeout_s)
-        return client.request(method, path, query, body or None)
+        timeout_s = max(upstream.timeout_s, endpoint.timeout_s or 0)
+        client = upstream.client(service.url_of(bookie), timeout_s, upstream.timeout_s)
+        with client.exchange(method, path, query, body or None) as answer:
+            return answer.response()
 
     exchange = upstream.threads.submit(ask)
     exchanges.add(exchange)

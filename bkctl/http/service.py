@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from bkctl.client.bookies import DEFAULT_CONFIG
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, TimedOut
+from bkctl.http.server_url import bookie_url
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from bkctl.bookie.bookie import Bookie
     from bkctl.config import ClientConfig
+    from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.replication.stats import Sample
 
 T = TypeVar("T")
@@ -123,6 +125,11 @@ class Service:
         except BaseException:
             self._opening = None  # the next request tries again
             raise
+
+    def url_of(self, bookie: RegisteredBookie) -> str:
+        """Return the URL of a bookie's HTTP server. Blocks. Raise as `bookie_url`."""
+        address = self.addresses.get(bookie.bookie_id)
+        return bookie_url(bookie, None if address is None else address[0])
 
     async def bookkeeper(self) -> BookKeeper:
         """Return the client of the cluster. Raise as `open_cluster`."""

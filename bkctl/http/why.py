@@ -185,11 +185,8 @@ class Inquiry:
 
     async def bookie(self, bookie_id: str) -> Explanation:
         """Explain why a bookie does not start, hangs, is slow, read-only, or not chosen. Raise NotFound."""
-        why, bookie, local = (
-            Explanation(f"bookie {bookie_id}"),
-            self.bookies.get(bookie_id),
-            local_bookie(self, bookie_id),
-        )
+        why, bookie, name = Explanation(f"bookie {bookie_id}"), self.bookies.get(bookie_id), quote(bookie_id)
+        local = local_bookie(self, bookie_id)
         held, only = self._holdings(bookie_id)
         ledger_count = len(held)
         if bookie is None and not ledger_count and local is None:
@@ -203,18 +200,16 @@ class Inquiry:
         cookie = attempt(self.cluster.cookies.read, bookie_id)
         if isinstance(cookie, BkctlError):
             why.fact(str(cookie), f"metadata: cookies/{bookie_id}")
-            why.way(
-                f"bkctl cookie create {quote(bookie_id)} --conf CONF", "writes the cookie again from its configuration"
-            )
+            why.way(f"bkctl cookie create {name} --conf CONF", "writes the cookie again from its configuration")
         elif cookie is None and bookie is not None:
             why.fact("It has no cookie", f"metadata: cookies/{bookie_id}")
-            why.way(f"bkctl cookie create {quote(bookie_id)} --conf CONF", "nothing else changes")
+            why.way(f"bkctl cookie create {name} --conf CONF", "nothing else changes")
         refusal = "" if local is None or (bookie is not None and bookie.state != "down") else self._log(why, local)
         if bookie is None or bookie.state == "down":
             if local is not None and local.pid is not None and _is_stopped(local.pid):
                 return self._stopped(why, local.pid)
             leave = Way(
-                f"bkctl bookies decommission {quote(bookie_id)} --yes",
+                f"bkctl bookies decommission {name} --yes",
                 "copies its ledgers from their other replicas, and deletes its cookie; "
                 f"ledgers whose entries stay lost: {only:,}",
             )
@@ -234,6 +229,7 @@ class Inquiry:
     def _answer(
         self, why: Explanation, bookie: RegisteredBookie, space: BookieSpace, local: ClusterBookie | None
     ) -> None:
+        name = quote(bookie.bookie_id)
         address = "without an address" if bookie.address is None else "{}:{}".format(*bookie.address)
         if space.error is None:
             why.fact(f"It answers in {space.latency_ms} ms", address)
@@ -243,14 +239,9 @@ class Inquiry:
         if local is not None and local.pid is not None and _is_stopped(local.pid):
             self._stopped(why, local.pid)
         elif local is not None:
-            why.way(
-                f"bkctl local down --bookie {quote(bookie.bookie_id)}", "stops it; 'bkctl local up' starts it again"
-            )
+            why.way(f"bkctl local down --bookie {name}", "stops it; 'bkctl local up' starts it again")
         else:
-            why.way(
-                f"bkctl bookies ok-to-stop {quote(bookie.bookie_id)}",
-                "says whether it may be restarted on its host now",
-            )
+            why.way(f"bkctl bookies ok-to-stop {name}", "says whether it may be restarted on its host now")
 
     def _stopped(self, why: Explanation, pid: int) -> Explanation:
         why.fact(f"Process {pid} is stopped by a signal (SIGSTOP)", f"/proc/{pid}/stat")
@@ -265,7 +256,7 @@ class Inquiry:
         local: ClusterBookie | None,
         ledger_count: int,
     ) -> None:
-        bookie_id, used = bookie.bookie_id, space.used_percent
+        bookie_id, name, used = bookie.bookie_id, quote(bookie.bookie_id), space.used_percent
         if used is not None:
             why.fact(f"{used:g}% of its ledger disks are used", "its answer")
         vitals = without_moved(self.cluster, self.vitals_of(list(self.bookies.values())))
@@ -280,22 +271,19 @@ class Inquiry:
                     is_slow = True
                     if bookie.state == "rw":
                         effect = "new ledgers avoid it; its replicas stay; the others get its adds"
-                        why.way(f"bkctl bookie readonly on --bookie {quote(bookie_id)}", effect)
+                        why.way(f"bkctl bookie readonly on --bookie {name}", effect)
                     if ledger_count:
-                        why.way(
-                            f"bkctl bookies drain {quote(bookie_id)} --yes",
-                            "moves all its replicas, to replace its disk",
-                        )
+                        why.way(f"bkctl bookies drain {name} --yes", "moves all its replicas, to replace its disk")
                     elif bookie.state == "ro" and local is not None:
-                        stop = f"bkctl local down --bookie {quote(bookie_id)}"
-                        leave = f"bkctl bookies decommission {quote(bookie_id)} --yes"
+                        stop = f"bkctl local down --bookie {name}"
+                        leave = f"bkctl bookies decommission {name} --yes"
                         why.way(f"{stop} && {leave}", "it holds no ledger: it leaves; start one on another disk")
                     elif bookie.state == "ro":
                         effect = "it holds no ledger: stop it, and decommission it or replace its disk"
-                        why.way(f"bkctl bookies ok-to-stop {quote(bookie_id)}", effect)
+                        why.way(f"bkctl bookies ok-to-stop {name}", effect)
                 elif finding.code == "ledgers-unreadable":
                     for ledger in vitals[bookie_id].unreadable:
-                        command = f"bkctl autorecovery mark {ledger} --missing {quote(bookie_id)}"
+                        command = f"bkctl autorecovery mark {ledger} --missing {name}"
                         why.way(
                             command, "workers verify every entry there, and copy the damaged ones from other bookies"
                         )
@@ -406,7 +394,8 @@ class Inquiry:
         why.fact(why.verdict, "its answer and its settings")
         held, _ = self._holdings(bookie_id)
         why.fact(f"Ledgers that name it: {len(held):,}", "metadata")
-        gc = f"bkctl bookie gc --bookie {quote(bookie_id)}"
+        name = quote(bookie_id)
+        gc = f"bkctl bookie gc --bookie {name}"
         try:
             api = self.api_of(bookie)
             collection = api.garbage_collection()
@@ -429,20 +418,14 @@ class Inquiry:
             why.fact(f"Its garbage collector is not known: {error}", "its HTTP server")
         if used > threshold and used < 95:
             why.way(
-                f"bkctl bookie config --bookie {quote(bookie_id)} --set diskUsageThreshold=0.97 "
-                "--set diskUsageWarnThreshold=0.96",
+                f"bkctl bookie config --bookie {name} --set diskUsageThreshold=0.97 --set diskUsageWarnThreshold=0.96",
                 f"it is writable until {97 - used:.0f}% more are used, or it restarts; no space is freed",
             )
         why.way(
             f"{gc} --wait", "frees the logs of deleted ledgers; compaction needs some free space, and reads and writes"
         )
-        why.way(
-            f"bkctl ledger list --bookie {quote(bookie_id)} --sort -length --limit 20",
-            "the largest ledgers: to delete some",
-        )
-        why.way(
-            f"bkctl bookies drain {quote(bookie_id)} --yes", "moves its replicas to other bookies, which need the space"
-        )
+        why.way(f"bkctl ledger list --bookie {name} --sort -length --limit 20", "the largest ledgers: to delete some")
+        why.way(f"bkctl bookies drain {name} --yes", "moves its replicas to other bookies, which need the space")
         return why
 
 

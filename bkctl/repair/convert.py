@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -96,8 +96,8 @@ def convert(
     if not is_built:
         converter.check()
     if dry_run:
-        for source in () if is_built else converter.read_old():  # counts the ledgers and entries
-            progress(sum(1 for _ in source.places))
+        for source in () if is_built else converter.read_old():
+            converter.count(source.number, sum(1 for _ in source.places))
         return converter
     if state is None or not is_built:
         # Resume only if the files of the bookie are unchanged since the conversion began.
@@ -169,7 +169,7 @@ def _fingerprint(layout: BookieLayout) -> str:
 
 
 class IndexConverter(ABC):
-    """One direction of a conversion, and its result: `directories` count ledgers and entries while they are read.
+    """One direction of a conversion, and its result: `directories` have the numbers of ledgers and entries.
 
     `resumed`: a killed conversion was continued. `done` stays False in a dry run.
     """
@@ -187,20 +187,16 @@ class IndexConverter(ABC):
         """Refuse what cannot be converted, before anything is written."""
 
     @abstractmethod
-    def read_old(self, state: ConversionState | None = None) -> Iterator[IndexedLedger]:
-        """Yield the ledgers of the old index in order, without the ledgers that `state` has."""
+    def read_old(self) -> Iterator[IndexedLedger]:
+        """Yield the ledgers of the old index, directory by directory, scoped ledgers last."""
+
+    @abstractmethod
+    def read_new(self) -> Iterator[IndexedLedger]:
+        """Yield the ledgers of the new index, which is beside the old one, in the order of `read_old`."""
 
     @abstractmethod
     def writer(self) -> AbstractContextManager[_DatabasePairs | _FileWriter]:
         """Return the writer of the new index, beside the old one; a resumed conversion continues where it stopped."""
-
-    @abstractmethod
-    def read_new(self, ledger: LedgerId, number: int) -> tuple[LedgerData, Iterator[EntryPlace]] | None:
-        """Return the data and entries of a ledger in the new index; None if it is missing."""
-
-    @abstractmethod
-    def count_new(self, number: int) -> int:
-        """Return the number of ledgers in the new index of directory `number`."""
 
     @abstractmethod
     def targets(self) -> list[Path]:
@@ -214,7 +210,9 @@ class IndexConverter(ABC):
         """Build the new index beside the old one, from `state` on; write checkpoints to `path`, return the last."""
         ledger_count = entry_count = 0
         with self.writer() as writer:
-            for source in self.read_old(state):
+            for source in self.read_old():
+                if state.has(source.ledger, source.number):
+                    continue
                 writer.add(source.ledger, source.data, source.number)
                 count = writer.put_all((source.ledger, *place) for place in source.places)
                 self._progress(count)
@@ -234,27 +232,23 @@ class IndexConverter(ABC):
         """Compare every ledger and entry of the old and the new index. Raises Corrupt if they differ."""
         for row in self.directories:
             row.ledgers = row.entries = 0
-        for source in self.read_old():
-            found = self.read_new(source.ledger, source.number)
-            if found is None or _shared_facts(found[0]) != _shared_facts(source.data):
-                raise _difference(source.ledger, "its header")
+        for old, new in zip_longest(self.read_old(), self.read_new()):
+            if old is None or new is None or (old.number, old.ledger) != (new.number, new.ledger):
+                raise _difference((old or new).ledger, "only one of them has it")
+            if _shared_facts(old.data) != _shared_facts(new.data):
+                raise _difference(old.ledger, "its header")
             count = 0
-            for old, new in zip_longest(source.places, found[1]):
-                if old != new:
-                    raise _difference(source.ledger, f"entry {(old or new)[0]}")
+            for place, other in zip_longest(old.places, new.places):
+                if place != other:
+                    raise _difference(old.ledger, f"entry {(place or other)[0]}")
                 count += 1
-            self._progress(count)
-        for number, row in enumerate(self.directories):
-            if self.count_new(number) != row.ledgers:
-                raise Corrupt(f"The old and the new index of {row.path} differ in their ledgers: nothing was replaced")
+            self.count(old.number, count)
 
-    def count(self, number: int, places: Iterator[EntryPlace]) -> Iterator[EntryPlace]:
-        """Yield `places`, and count a ledger and its entries for directory `number`."""
-        row = self.directories[number]
-        row.ledgers += 1
-        for place in places:
-            row.entries += 1
-            yield place
+    def count(self, number: int, entry_count: int) -> None:
+        """Count a ledger with its entries for directory `number`, and for the progress."""
+        self.directories[number].ledgers += 1
+        self.directories[number].entries += entry_count
+        self._progress(entry_count)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or directory and sync both parents."""
@@ -276,6 +270,28 @@ def _difference(ledger: LedgerId, part: str) -> Corrupt:
     )
 
 
+def _read_files(files: Iterable[tuple[int, LedgerId, Path]]) -> Iterator[IndexedLedger]:
+    """Yield the ledgers of index files: directory number, ledger and path."""
+    for number, ledger, path in files:
+        with LedgerIndexReader.open(path) as reader:
+            yield IndexedLedger(ledger, number, header_data(reader), reader.locations())
+
+
+def _read_databases(directory_count: int, path_of: Callable[[int, str], Path]) -> Iterator[IndexedLedger]:
+    """Yield the ledgers of databases, whose paths come from directory number and name."""
+    for prefix, number in product(("", "scoped-"), range(directory_count)):
+        with ExitStack() as stack:
+            try:
+                ledgers = stack.enter_context(LedgersDatabase.open(path_of(number, f"{prefix}ledgers")))
+            except NotFound:
+                continue
+            path = path_of(number, f"{prefix}locations")
+            if path.is_dir():
+                locations = stack.enter_context(LocationsDatabase.open(path))
+                for ledger, data in ledgers.ledgers():
+                    yield IndexedLedger(ledger, number, data, _places(locations, ledger))
+
+
 def _levels_in(current: Path) -> list[str]:
     """Return the names of the directories of index files in `current`, sorted."""
     return sorted(
@@ -291,9 +307,9 @@ def _levels_in(current: Path) -> list[str]:
 class _DatabasePairs(ExitStack):
     """Pairs of (ledgers, locations) databases by directory number and scope, opened at first use."""
 
-    def __init__(self, path_of: Callable[[int, str], Path], open_database: Callable[[Any, Path, bool], Any]) -> None:
+    def __init__(self, path_of: Callable[[int, str], Path]) -> None:
         super().__init__()
-        self._path_of, self._open = path_of, open_database
+        self._path_of = path_of
         self.pairs: dict[tuple[int, bool], tuple[LedgersDatabase, LocationsDatabase]] = {}
 
     def get(self, number: int, scoped: bool) -> tuple[LedgersDatabase, LocationsDatabase]:
@@ -301,8 +317,10 @@ class _DatabasePairs(ExitStack):
         if (number, scoped) not in self.pairs:
             prefix = "scoped-" if scoped else ""
             self.pairs[number, scoped] = (
-                self.enter_context(self._open(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)),
-                self.enter_context(self._open(LocationsDatabase, self._path_of(number, f"{prefix}locations"), scoped)),
+                self.enter_context(_open_to_write(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)),
+                self.enter_context(
+                    _open_to_write(LocationsDatabase, self._path_of(number, f"{prefix}locations"), scoped)
+                ),
             )
         return self.pairs[number, scoped]
 
@@ -325,13 +343,9 @@ class _DatabasePairs(ExitStack):
 class DatabaseConverter(IndexConverter):
     """Converts index files to databases."""
 
-    def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
-        super().__init__(layout, files, progress)
-        self._new = _DatabasePairs(self._building, lambda kind, path, scoped: kind.open(path, scoped=scoped))
-
     @cached_property
     def paths(self) -> dict[LedgerId, Path]:
-        """Return the index file of every ledger, in id order. Raises Conflict if a ledger has two."""
+        """Return the index file of every ledger, in the order of `read_old`. Raises Conflict if a ledger has two."""
         found: dict[LedgerId, Path] = {}
         for ledger, file, first in first_files(BookieIndexes(self._directories)):
             if first != file.path:
@@ -340,7 +354,9 @@ class DatabaseConverter(IndexConverter):
                     hint=f"'bkctl bookie index regenerate {ledger}' merges them",
                 )
             found[ledger] = first
-        return dict(sorted(found.items()))
+        return {
+            each: found[each] for each in sorted(found, key=lambda each: (each.is_scoped, self._number_of(each), each))
+        }
 
     def check(self) -> None:
         if not self.paths:
@@ -387,13 +403,11 @@ class DatabaseConverter(IndexConverter):
     def _number_of(self, ledger: LedgerId) -> int:
         return ledger.value % len(self.storages)
 
-    def read_old(self, state: ConversionState | None = None) -> Iterator[IndexedLedger]:
-        for ledger, path in self.paths.items():
-            number = self._number_of(ledger)
-            if state is not None and state.has(ledger, number, by_directory=False):
-                continue
-            with LedgerIndexReader.open(path) as reader:
-                yield IndexedLedger(ledger, number, header_data(reader), self.count(number, reader.locations()))
+    def read_old(self) -> Iterator[IndexedLedger]:
+        return _read_files((self._number_of(ledger), ledger, path) for ledger, path in self.paths.items())
+
+    def read_new(self) -> Iterator[IndexedLedger]:
+        return _read_databases(len(self.storages), self._building)
 
     def _building(self, number: int, name: str) -> Path:
         return self.storages[number].index_dir / f"{name}{UNFINISHED_SUFFIX}"
@@ -403,25 +417,10 @@ class DatabaseConverter(IndexConverter):
 
     @contextmanager
     def writer(self) -> Iterator[_DatabasePairs]:
-        with _DatabasePairs(self._building, _open_to_write) as databases:
+        with _DatabasePairs(self._building) as databases:
             for storage in self.storages:  # Apache's bookie needs both databases, even without ledgers.
                 databases.get(storage.number, False)
             yield databases
-
-    def verify(self) -> None:
-        with self._new:
-            super().verify()
-
-    def count_new(self, number: int) -> int:
-        pairs = [pair for key, pair in self._new.pairs.items() if key[0] == number]
-        return sum(1 for ledgers, _ in pairs for _ in ledgers.ledgers())
-
-    def read_new(self, ledger: LedgerId, number: int) -> tuple[LedgerData, Iterator[EntryPlace]] | None:
-        ledgers, locations = self._new.get(number, ledger.is_scoped)
-        data = ledgers.get(ledger)
-        if data is None:
-            return None
-        return data, ((entry_id, location) for _, entry_id, location in locations.locations(ledger))
 
     def swap(self, stamp: str) -> None:
         for row, storage in zip(self.directories, self.storages, strict=True):
@@ -506,23 +505,17 @@ class IndexFileConverter(IndexConverter):
                             hint=_COPY_HINT,
                         )
 
-    def read_old(self, state: ConversionState | None = None) -> Iterator[IndexedLedger]:
-        for prefix in ("", "scoped-"):
-            for storage in self.storages:
-                number = storage.number
-                with ExitStack() as stack:
-                    try:
-                        ledgers = stack.enter_context(LedgersDatabase.open(storage.index_dir / f"{prefix}ledgers"))
-                    except NotFound:
-                        continue
-                    path = storage.index_dir / f"{prefix}locations"
-                    if not path.is_dir():
-                        continue
-                    locations = stack.enter_context(LocationsDatabase.open(path))
-                    for ledger, data in ledgers.ledgers():
-                        if state is None or not state.has(ledger, number, by_directory=True):
-                            places = self.count(number, _places(locations, ledger))
-                            yield IndexedLedger(ledger, number, data, places)
+    def read_old(self) -> Iterator[IndexedLedger]:
+        return _read_databases(len(self.storages), lambda number, name: self.storages[number].index_dir / name)
+
+    def read_new(self) -> Iterator[IndexedLedger]:
+        found = [
+            (number, file.id, file.path)
+            for number in range(len(self.storages))
+            for file in BookieDirectories(index_dirs=[self._building(number)]).indexes()
+            if isinstance(file.id, LedgerId)
+        ]
+        return _read_files(sorted(found, key=lambda each: (each[1].is_scoped, *each)))
 
     def _building(self, number: int) -> Path:
         return self.storages[number].index_dir / _BUILDING_NAME
@@ -535,16 +528,6 @@ class IndexFileConverter(IndexConverter):
         for directory in directories:
             directory.mkdir(DIRECTORY_MODE, exist_ok=True)
         return nullcontext(_FileWriter(directories, self._files))
-
-    def count_new(self, number: int) -> int:
-        return sum(1 for _ in BookieDirectories(index_dirs=[self._building(number)]).indexes())
-
-    def read_new(self, ledger: LedgerId, number: int) -> tuple[LedgerData, Iterator[EntryPlace]] | None:
-        try:
-            reader = LedgerIndexReader.open(self._building(number) / index_path(ledger))
-        except NotFound:
-            return None
-        return header_data(reader), reader.locations()
 
     def swap(self, stamp: str) -> None:
         for row, storage in zip(self.directories, self.storages, strict=True):
@@ -574,8 +557,7 @@ def _check_databases(path: Path, locations: Path) -> None:
                 )
             if (database.storage_flags() or 0) & 1:
                 raise Unsupported(
-                    f"{path}: the bookie must check its data first, which index files cannot record",
-                    hint=_LIMBO_HINT,
+                    f"{path}: the bookie must check its data first, which index files cannot record", hint=_LIMBO_HINT
                 )
             for ledger, data in database.ledgers():
                 if data.limbo:

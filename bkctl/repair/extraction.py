@@ -6,13 +6,14 @@ index points at the last copy, by log id and offset. Source: EntryLogCompactor.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.log_check import batches_behind
@@ -50,7 +51,7 @@ class LedgerExtraction(Closing):
 
     Of several copies of an entry the last is taken that `digests` does not reject; with `all_copies` every copy, oldest
     first. The constructor scans the logs once, except logs whose ledgers map lacks the ledger; with `trust_maps` False
-    also those, as a map has no checksum. Each copy takes 28 bytes of memory. Use as a context manager: it keeps files
+    also those, as a map has no checksum. Each copy takes 32 bytes of memory. Use as a context manager: it keeps files
     open, so that a running bookie may delete them meanwhile.
 
     `problems` are the errors of damaged logs, whose entries before the damage and behind it are taken; `cut` are the
@@ -79,7 +80,7 @@ class LedgerExtraction(Closing):
         self.log_paths: list[Path] = []
         self._readers: OrderedDict[int, EntryLogReader] = OrderedDict()
         #: For each copy: entry id, index in `log_paths`, offset of the size field, size.
-        self._entry_ids, self._logs, self._offsets, self._sizes = array("q"), array("q"), array("q"), array("i")
+        self._parts = [np.empty((0, 4), np.int64)]
         try:
             for path in sorted(paths, key=_age):
                 self._scan(path)
@@ -88,8 +89,20 @@ class LedgerExtraction(Closing):
             raise
         if digests is not None:
             self._note_damage(digests.late_findings())
-        self.copies_count = len(self._entry_ids)
-        self._order = self._sorted(all_copies=all_copies)
+        copies = np.concatenate(self._parts)
+        self.copies_count = len(copies)
+        self._is_damaged = np.zeros(len(copies), bool)
+        if self._damaged:
+            self._is_damaged[:] = [(str(self.log_paths[log]), at) in self._damaged for _, log, at, _ in copies.tolist()]
+        # Stable sorts keep copies of one entry in the order of the logs; a damaged copy is the last choice.
+        order = np.argsort(copies[:, 0], kind="stable")
+        if not all_copies:
+            order = np.lexsort((~self._is_damaged, copies[:, 0]))
+            ids = copies[order, 0]
+            is_last = np.ones(len(ids), bool)
+            is_last[:-1] = ids[1:] != ids[:-1]
+            order = order[is_last]
+        self._copies, self._is_damaged = copies[order], self._is_damaged[order]
 
     def close(self) -> None:
         while self._readers:
@@ -97,12 +110,12 @@ class LedgerExtraction(Closing):
 
     def __len__(self) -> int:
         """Return the number of copies that are taken."""
-        return len(self._order)
+        return len(self._copies)
 
     @property
     def entry_ids(self) -> Iterator[int]:
         """Return the entry id of each copy that is taken, ascending, with repetitions."""
-        return (self._entry_ids[index] for index in self._order)
+        return map(int, self._copies[:, 0])
 
     @property
     def entries_count(self) -> int:
@@ -112,12 +125,12 @@ class LedgerExtraction(Closing):
     @property
     def last_entry_id(self) -> int:
         """Return the last entry's id; -1 without entries."""
-        return self._entry_ids[self._order[-1]] if self._order else -1
+        return int(self._copies[-1, 0]) if len(self) else -1
 
     @property
     def damaged_ids(self) -> list[int]:
         """Return the entry id of each copy that is taken and does not match its digest, ascending."""
-        return [self._entry_ids[index] for index in self._order if self._is_damaged(index)] if self._damaged else []
+        return self._copies[self._is_damaged, 0].tolist()  # type: ignore[no-any-return]
 
     def gaps(self) -> Iterator[Gap]:
         """Yield the missing entries from `first` on: up to `last` if given, else before the last entry."""
@@ -132,15 +145,12 @@ class LedgerExtraction(Closing):
     def entries(self) -> Iterator[Extracted]:
         """Yield the taken copies in order of entry ids. Raises Corrupt or NotFound if a log changed since the scan."""
         ids = [entry_log.content_id_of(path.name) for path in self.log_paths]
-        for index in self._order:
-            log = self._logs[index]
-            reader = self._reader(log)
-            record = reader.entry_at(self._offsets[index] + RECORD_SIZE.size)
-            if (record.ledger, record.entry_id, record.record_size) != (
-                self.ledger, self._entry_ids[index], self._sizes[index],
-            ):  # fmt: skip
+        for row, is_damaged in zip(self._copies, self._is_damaged, strict=True):
+            entry_id, log, offset, size = map(int, row)
+            record = self._reader(log).entry_at(offset + RECORD_SIZE.size)
+            if (record.ledger, record.entry_id, record.record_size) != (self.ledger, entry_id, size):
                 raise Corrupt(f"{self.log_paths[log]}: Entry log changed while it was read, at byte {record.offset}")
-            yield Extracted(self.log_paths[log], ids[log], record, self._is_damaged(index))
+            yield Extracted(self.log_paths[log], ids[log], record, bool(is_damaged))
 
     def find_digest_type(self) -> DigestType | None:
         """Return the digest type without a key (CRC32C, CRC32) that the first entries match; None without one."""
@@ -162,22 +172,15 @@ class LedgerExtraction(Closing):
         """
         version = entry_log.VERSION_SCOPED if self.ledger.is_scoped else entry_log.VERSION_CURRENT
         room = LOG_SIZE_BYTES_MAX - entry_log.HEADER_SIZE - 64
-        count = size = 0
-        left: int | None = None
-        for index in self._order:
-            if size + 4 + self._sizes[index] > room:
-                left = self._entry_ids[index]
-                break
-            size += 4 + self._sizes[index]
-            count += 1
+        ends = np.cumsum(self._copies[:, 3] + RECORD_SIZE.size)
+        count = int(np.searchsorted(ends, room, "right"))
+        size = int(ends[count - 1]) if count else 0
         write(entry_log.write_header(version, entry_log.HEADER_SIZE + size, 1))
-        for number, (_, _, record, _) in enumerate(self.entries()):
-            if number == count:
-                break
+        for _, _, record, _ in islice(self.entries(), count):
             write(RECORD_SIZE.pack(record.record_size) + record.body)
         for record_bytes in entry_log.write_ledgers_map({self.ledger: size}, version):
             write(record_bytes)
-        return left
+        return int(self._copies[count, 0]) if count < len(self) else None
 
     def _scan(self, path: Path) -> None:
         with ExitStack() as stack:
@@ -196,7 +199,7 @@ class LedgerExtraction(Closing):
             if sizes is not None and self.ledger not in sizes and self._trust_maps:
                 self.logs_skipped += 1
                 return
-            before = len(self._entry_ids)
+            before = len(self._parts)
             self.log_paths.append(path)
             log = len(self.log_paths) - 1
             try:
@@ -208,50 +211,25 @@ class LedgerExtraction(Closing):
                 self.problems.append(error)
                 for batch in batches_behind(reader, reader.position):
                     self._take(batch, log)
-            if len(self._entry_ids) == before:
+            if len(self._parts) == before:
                 self.log_paths.pop()
             else:
                 stack.pop_all()
                 self._keep(log, reader)
 
     def _take(self, batch: RecordBatch, log: int) -> None:
-        scope_id, ledger_id = self.ledger
-        if ledger_id not in batch.ledger_ids or (batch.types or [RecordType.ENTRY])[0] is not RecordType.ENTRY:
+        if self.ledger.ledger_id not in batch.ledger_ids or batch.type is not RecordType.ENTRY:
             return
+        found = batch.select(self.ledger)
         if self._digests is not None:
-            self._note_damage(self._digests.check_batch(batch.select(self.ledger), str(self.log_paths[log])))
-        first, last = self.first, I64_MAX if self.last is None else self.last
-        for scope, ledger, entry_id, offset, size in zip(
-            batch.scope_ids, batch.ledger_ids, batch.entry_ids, batch.offsets, batch.sizes, strict=True
-        ):
-            if ledger == ledger_id and scope == scope_id and first <= entry_id <= last:
-                self._entry_ids.append(entry_id)
-                self._logs.append(log)
-                self._offsets.append(offset)
-                self._sizes.append(size)
+            self._note_damage(self._digests.check_batch(found, str(self.log_paths[log])))
+        rows = np.array([found.entry_ids, [log] * len(found), found.offsets, found.sizes], np.int64).T
+        is_wanted = (rows[:, 0] >= self.first) & (rows[:, 0] <= (I64_MAX if self.last is None else self.last))
+        if is_wanted.any():
+            self._parts.append(rows[is_wanted])
 
     def _note_damage(self, mismatches: Iterable[DigestMismatchAt]) -> None:
         self._damaged.update((each.where, each.offset) for each in mismatches)
-
-    def _is_damaged(self, index: int) -> bool:
-        return (str(self.log_paths[self._logs[index]]), self._offsets[index]) in self._damaged
-
-    def _sorted(self, *, all_copies: bool) -> array[int] | range:
-        ids = self._entry_ids
-        if all(one < other for one, other in pairwise(ids)):
-            return range(len(ids))
-        # A stable sort keeps copies of one entry in the order of the logs; a damaged copy is the last choice.
-        places = sorted(range(len(ids)), key=ids.__getitem__)
-        if self._damaged and not all_copies:
-            places.sort(key=lambda index: (ids[index], not self._is_damaged(index)))
-        order = array("q", places)
-        if all_copies:
-            return order
-        last = len(order) - 1
-        return array(
-            "q",
-            (index for place, index in enumerate(order) if place == last or ids[order[place + 1]] != ids[index]),
-        )
 
     def _reader(self, log: int) -> EntryLogReader:
         reader = self._readers.get(log)

@@ -147,7 +147,7 @@ def read_log_entries(path: Path, findings: RepairFindings) -> Iterator[tuple[lis
     try:
         with EntryLogReader.open(path) as reader:
             for batch in reader.batches():
-                if batch.types is None or batch.types[0] is RecordType.ENTRY:
+                if batch.type is RecordType.ENTRY:
                     yield batch.ledgers, batch.entry_ids, [first + offset for offset in batch.offsets]
     except NotFound:
         return

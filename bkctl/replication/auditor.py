@@ -101,10 +101,7 @@ class Auditor:
         """Audit until cancelled. Raise BkctlError if the auditor cannot begin."""
         self._changed = changed = Signal()
         try:
-            async with (
-                watching(self._cluster.bookies.watch, changed.set),
-                watching(self._settings.watch, changed.set),
-            ):
+            async with watching(self._cluster.bookies.watch, changed.set), watching(self._settings.watch, changed.set):
                 await self._begin()
                 while True:
                     changed.clear()
@@ -377,15 +374,9 @@ class LedgerChecks:
                 return
             if await asyncio.to_thread(self._marks.get, ledger) is not None:
                 return
-            missing = await self._missing_replica_count(ledger, found)
-            left = metadata.write_quorum_size - missing
-            if left <= 0:
-                counts["no"] += 1
-            elif left < metadata.ack_quorum_size:
-                counts["aq"] += 1
-            elif missing:
-                counts["wq"] += 1
-            if missing:
+            if missing := await self._missing_replica_count(ledger, found):
+                left = metadata.write_quorum_size - missing
+                counts["no" if left <= 0 else "aq" if left < metadata.ack_quorum_size else "wq"] += 1
                 log.error("Ledger %s: an entry has %d replicas of %d", ledger, left, metadata.write_quorum_size)
 
         await self._for_each_ledger(AuditorCheck.REPLICAS, check)

@@ -56,7 +56,7 @@ from bkctl.tasks import cancel_and_wait, in_order, run_to_end
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.metadata.ledgers import VersionedMetadata
     from bkctl.metadata.store import Claim
     from bkctl.replication.resume import ResumeFile
@@ -94,26 +94,23 @@ class BookieMover:
         self.bookkeeper = bookkeeper
         self.leaving = frozenset(leaving)
         self.progress = MoveProgress(plan or MovePlan())
-        self._cluster = bookkeeper.cluster
-        self._skip_open, self._fence = skip_open, fence
-        self._note = note
-        self._pace = pace or Pace()
-        self._replicator = LedgerFragmentReplicator(bookkeeper, pace=self._pace, progress=self.progress.copied)
-        self.lost_entries = LostEntryFinder(bookkeeper, self._replicator.checker.replicas)
+        self.cluster = bookkeeper.cluster
+        self.skip_open, self.fence, self.note = skip_open, fence, note
+        self.pace = pace or Pace()
+        self.replicator = LedgerFragmentReplicator(bookkeeper, pace=self.pace, progress=self.progress.copied)
+        self.lost_entries = LostEntryFinder(bookkeeper, self.replicator.checker.replicas)
 
     async def held(
         self, ids: Iterable[LedgerId] | None = None, *, doubtful: bool = False
     ) -> AsyncGenerator[tuple[LedgerId, HeldLedger | BkctlError], None]:
         """Yield the ledgers that name the leaving bookies, as `ledgers_on`; a thread reads the metadata."""
-        found = ledgers_on(self._cluster, self.leaving, ids, doubtful=doubtful)
+        found = ledgers_on(self.cluster, self.leaving, ids, doubtful=doubtful)
         while batch := await asyncio.to_thread(lambda: list(islice(found, _BATCH_COUNT))):
             for ledger in batch:
                 yield ledger
 
     async def held_by(
-        self,
-        look: Callable[[LedgerId, HeldLedger | BkctlError], Awaitable[T]],
-        ids: Iterable[LedgerId] | None = None,
+        self, look: Callable[[LedgerId, HeldLedger | BkctlError], Awaitable[T]], ids: Iterable[LedgerId] | None = None
     ) -> AsyncGenerator[T, None]:
         """Yield the result of `look` for each ledger of `held`, in order; several looks run at once."""
         async with contextlib.aclosing(self.held(ids)) as ledgers:
@@ -136,7 +133,7 @@ class BookieMover:
                 if ids is not None and isinstance(held, LedgerNotFound):
                     raise held
                 return [LedgerMove(ledger, MoveOutcome.FAILED, problem=held.message)]
-            if self._skip_open and held.metadata.state is LedgerState.OPEN:
+            if self.skip_open and held.metadata.state is LedgerState.OPEN:
                 return [left_open(held)]
             return await self._planned(held, up)
 
@@ -146,7 +143,7 @@ class BookieMover:
                     yield row
 
     async def _planned(self, held: HeldLedger, up: Collection[str]) -> list[PlannedFragment | LedgerMove]:
-        closes = held.grows and self._fence
+        closes = held.grows and self.fence
         try:
             unreadable = await self.lost_entries.find(held, up)
             open_problem = await self.open_problem(held, up)
@@ -162,7 +159,7 @@ class BookieMover:
             silent = self.lost_entries.silent_text(fragment.ensemble)
             problem = f"No bookie that answers has {spans_text(spans)}{silent}" if spans else open_problem
             try:
-                targets = await self._replicator.targets(fragment, exclude=self.leaving)
+                targets = await self.replicator.targets(fragment, exclude=self.leaving)
             except NotEnoughBookies as error:
                 if fragment.held_count != 0:
                     problem = error.message
@@ -180,10 +177,10 @@ class BookieMover:
         if held.grows:
             schedule, ensemble = held.fragments[-1].schedule, held.fragments[-1].ensemble
             away = (set(ensemble) - set(up)) | set(self.lost_entries.silent(ensemble))
-            if not self._fence or is_covered(schedule, ensemble, set(ensemble) - away):
+            if not self.fence or is_covered(schedule, ensemble, set(ensemble) - away):
                 return None
             return f"It cannot be closed: too few of its last bookies answer (not {', '.join(sorted(away))})"
-        check = await self._replicator.checker.on_bookies(held.ledger, self.leaving, held.found)
+        check = await self.replicator.checker.on_bookies(held.ledger, self.leaving, held.found)
         if held.metadata.state is not LedgerState.OPEN or not check.needs_recovery:
             return None
         return "Its writer left these bookies, so it is not fenced, and its last entries there are not confirmed yet"
@@ -196,11 +193,7 @@ class BookieMover:
         Ledgers that the `resume` file names are skipped, and finished ones are recorded there. Raise errors of the
         store; a ledger's own error is in its result.
         """
-        remaining = iter(ids) if resume is None else self._not_done(ids, resume)
-        queue = MoveQueue(
-            remaining, self._cluster, self._replicator, self.leaving, self.progress, self._pace, self._note,
-            skip_open=self._skip_open, fence=self._fence,
-        )  # fmt: skip
+        queue = MoveQueue(self, iter(ids) if resume is None else self._not_done(ids, resume))
         async with contextlib.aclosing(queue.results()) as results:
             async for result in results:
                 self.progress.ledger_count += 1
@@ -231,7 +224,7 @@ class BookieMover:
         return left
 
     async def registered(self) -> list[RegisteredBookie]:
-        return await asyncio.to_thread(self._cluster.bookies.list, False)
+        return await asyncio.to_thread(self.cluster.bookies.list, False)
 
     async def delete_cookies(self) -> tuple[str, ...]:
         """Delete the cookies of the leaving bookies; return the bookies that had one.
@@ -241,14 +234,14 @@ class BookieMover:
 
         def delete() -> tuple[str, ...]:
             deleted = []
-            check_scopes_known(self._cluster)
-            up = {bookie.bookie_id for bookie in self._cluster.bookies.list(include_down=False)}
+            check_scopes_known(self.cluster)
+            up = {bookie.bookie_id for bookie in self.cluster.bookies.list(include_down=False)}
             for bookie_id in sorted(self.leaving):
                 if bookie_id in up:
                     raise Conflict(f"Bookie {bookie_id} is up, and needs its cookie", hint="stop it first")
-                found = self._cluster.store.get(f"{COOKIES}/{bookie_id}")
+                found = self.cluster.store.get(f"{COOKIES}/{bookie_id}")
                 if found is not None:
-                    self._cluster.cookies.remove(bookie_id, found.version)
+                    self.cluster.cookies.remove(bookie_id, found.version)
                     deleted.append(bookie_id)
             return tuple(deleted)
 
@@ -296,18 +289,11 @@ class MoveQueue:
     A ledger that another worker has locked is retried. A pause ends the moves that are running, so that no ledger stays
     locked, and repeats them afterwards. Fragments that were copied by then are not copied again.
 
-    `report` gets a message when only locked ledgers are left; `skip_open` and `fence` are BookieMover's.
+    The mover's `note` gets a message when only locked ledgers are left.
     """
 
+    mover: BookieMover
     waiting: Iterator[LedgerId]
-    cluster: Cluster
-    replicator: LedgerFragmentReplicator
-    leaving: frozenset[str]
-    progress: MoveProgress
-    pace: Pace
-    report: Callable[[str], None]
-    skip_open: bool
-    fence: bool
     _read: deque[tuple[LedgerId, VersionedMetadata | BkctlError | None]] = field(default_factory=deque)
     #: A heap: the ledger that is due first comes first.
     _locked: list[_Attempt] = field(default_factory=list)
@@ -316,7 +302,7 @@ class MoveQueue:
     _has_reported: bool = False
 
     def __post_init__(self) -> None:
-        self._state = AutoRecoveryState(self.cluster.store)
+        self._state = AutoRecoveryState(self.mover.cluster.store)
         owner = f"{os.uname().nodename}:{os.getpid()}"
         self._lock: BatchedCalls[LedgerId, Claim] = BatchedCalls(lambda ids: self._state.locks.lock_many(ids, owner))
         self._unlock: BatchedCalls[LedgerId, None] = BatchedCalls(self._unlock_many)
@@ -326,7 +312,7 @@ class MoveQueue:
         ahead = self._read_ahead()
         try:
             while True:
-                if self.pace.is_paused:
+                if self.mover.pace.is_paused:
                     await self._pause()
                 while self._locked and len(self._running) < CONCURRENCY and self._locked[0].due_s <= time.monotonic():
                     self._start(heappop(self._locked), None)
@@ -340,7 +326,7 @@ class MoveQueue:
                     known = None if isinstance(found, BkctlError) else found
                     now = time.monotonic()
                     self._start(_Attempt(now, ledger, now), known)
-                self.progress.locked_count = len(self._locked)
+                self.mover.progress.locked_count = len(self._locked)
                 if not self._running and not self._locked:
                     return
                 result = await self._next_result()
@@ -351,7 +337,7 @@ class MoveQueue:
 
     def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
         batch = list(islice(self.waiting, CONCURRENCY))
-        return asyncio.create_task(asyncio.to_thread(lambda: list(self.cluster.ledgers.read_many(batch))))
+        return asyncio.create_task(asyncio.to_thread(lambda: list(self.mover.cluster.ledgers.read_many(batch))))
 
     async def _pause(self) -> None:
         """End the running moves, and wait for the end of the pause; the moves without a result come first then."""
@@ -362,8 +348,8 @@ class MoveQueue:
             if task.cancelled():
                 del self._running[task]
                 self._read.appendleft((attempt.ledger, None))
-        await self.pace.resumed()
-        self.progress.paused(time.monotonic() - began)
+        await self.mover.pace.resumed()
+        self.mover.progress.paused(time.monotonic() - began)
 
     def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
         waited_s = time.monotonic() - attempt.since_s
@@ -400,7 +386,7 @@ class MoveQueue:
         if not self._has_reported:
             self._has_reported = True
             names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
-            self.report(
+            self.mover.note(
                 f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
                 f"auto-recovery's; waiting up to {LOCK_WAIT_S_MAX / 60:g} min for them"
             )
@@ -425,7 +411,8 @@ class MoveQueue:
                     return LedgerMove(ledger, MoveOutcome.FAILED, problem=problem)
                 if copies_ahead:
                     with contextlib.suppress(BkctlError):  # The move under the lock meets it again.
-                        await self.replicator.copy_ahead(ledger, self.leaving, skip_open=self.skip_open)
+                        mover = self.mover
+                        await mover.replicator.copy_ahead(ledger, mover.leaving, skip_open=mover.skip_open)
                 return None
             return await self._move_locked(ledger, found, lock)
         finally:
@@ -433,35 +420,31 @@ class MoveQueue:
                 await run_to_end(self._unlock(ledger))
 
     async def _move_locked(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim) -> LedgerMove:
-        state = None
+        state, mover = None, self.mover
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
                 if found is None:
-                    found = await asyncio.to_thread(self.cluster.ledgers.read, ledger)
+                    found = await asyncio.to_thread(mover.cluster.ledgers.read, ledger)
                 state = state or found.metadata.state
-                if self.skip_open and found.metadata.state is LedgerState.OPEN:
+                if mover.skip_open and found.metadata.state is LedgerState.OPEN:
                     return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
-                replication = await self.replicator.replicate_ledger(
-                    ledger, found, bookies=self.leaving, fence=self.fence, lock=lock
+                replication = await mover.replicator.replicate_ledger(
+                    ledger, found, bookies=mover.leaving, fence=mover.fence, lock=lock
                 )
                 found = None
                 if not any(fragment.outcome is Outcome.SUPERSEDED for fragment in replication.fragments):
                     break
         except LedgerNotFound:
             return LedgerMove(ledger, MoveOutcome.GONE)
-        except LedgerLengthUnknown as error:
-            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=str(error))
-        except (LedgerRecoveryFailed, BookieUnavailable) as error:
-            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
-        except TimedOut as error:
-            await asyncio.to_thread(self.cluster.instance_id)  # Raises if the silent server is the store.
-            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
-        except Unreachable:
-            raise
         except BkctlError as error:
-            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
+            if isinstance(error, TimedOut):
+                await asyncio.to_thread(mover.cluster.instance_id)  # Raises if the silent server is the store.
+            elif isinstance(error, Unreachable) and not isinstance(error, LedgerRecoveryFailed | BookieUnavailable):
+                raise
+            problem = str(error) if isinstance(error, LedgerLengthUnknown) else error.message
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=problem)
         moved = _result_of(ledger, state, replication)
-        if moved.outcome is MoveOutcome.MOVED and ledger in self.progress.plan.marked:
+        if moved.outcome is MoveOutcome.MOVED and ledger in mover.progress.plan.marked:
             await asyncio.to_thread(self._unmark, ledger)
         return moved
 
@@ -473,42 +456,44 @@ class MoveQueue:
         """Delete the ledger's mark if it names leaving bookies only; otherwise a worker replicates the other ones."""
         with contextlib.suppress(NotFound, MetadataVersionConflict, Corrupt):
             mark = self._state.marks.get(ledger)
-            if mark is not None and self.leaving.issuperset(mark.missing_replicas):
+            if mark is not None and self.mover.leaving.issuperset(mark.missing_replicas):
                 self._state.marks.remove(ledger, mark.version)
 
 
 def _result_of(ledger: LedgerId, before: LedgerState | None, replication: LedgerReplication) -> LedgerMove:
     """Return the result for a ledger that was in the state `before`, and was replicated as `replication` says."""
     check = replication.check
-    counts = (
-        check.metadata.state,
-        sum(bool(fragment.replaced) for fragment in replication.fragments),
-        sum(fragment.entry_count for fragment in replication.fragments),
-        sum(fragment.size_bytes for fragment in replication.fragments),
-    )
+    outcome, problem = MoveOutcome.MOVED, None
+    spans: tuple[EntrySpan, ...] = ()
     if replication.unreadable:
         spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
         silent = [entries for entries in replication.unreadable if not entries.lost]
         outcome = MoveOutcome.FAILED if silent else MoveOutcome.UNRECOVERABLE
         now = " now" if silent else ""
         problem = f"No bookie gives {spans_text(spans)}{now} ({(silent or replication.unreadable)[0].answers})"
-        return LedgerMove(ledger, outcome, *counts, spans, problem)
-    if replication.errors:
-        return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem=replication.errors[0][1].message)
-    if replication.left_open:
+    elif replication.errors:
+        outcome, problem = MoveOutcome.FAILED, replication.errors[0][1].message
+    elif replication.left_open:
+        outcome = MoveOutcome.OPEN
         problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
         if check.fragments[-1].first_entry_id < check.metadata.last_fragment.first_entry_id:
             problem = (
                 f"Its writer left these bookies, so it is not fenced; entries {check.last_add_confirmed + 1} to "
                 f"{check.fragments[-1].last_entry_id} stay until later ones are confirmed, or it is closed"
             )
-        return LedgerMove(ledger, MoveOutcome.OPEN, *counts, problem=problem)
-    if not check.fragments:
+    elif not check.fragments:
         # Closing a ledger moves its last entries to other bookies; these may have been all.
         closed = before in (LedgerState.OPEN, LedgerState.IN_RECOVERY) and check.metadata.is_closed
-        return LedgerMove(ledger, MoveOutcome.MOVED if closed else MoveOutcome.GONE, *counts)
-    if not replication.done:
-        return LedgerMove(
-            ledger, MoveOutcome.FAILED, *counts, problem="Other processes change its ensembles at the same time"
-        )
-    return LedgerMove(ledger, MoveOutcome.MOVED, *counts)
+        outcome = MoveOutcome.MOVED if closed else MoveOutcome.GONE
+    elif not replication.done:
+        outcome, problem = MoveOutcome.FAILED, "Other processes change its ensembles at the same time"
+    return LedgerMove(
+        ledger,
+        outcome,
+        check.metadata.state,
+        sum(bool(fragment.replaced) for fragment in replication.fragments),
+        sum(fragment.entry_count for fragment in replication.fragments),
+        sum(fragment.size_bytes for fragment in replication.fragments),
+        spans,
+        problem,
+    )

@@ -72,16 +72,24 @@ class TargetFailed(Exception):
         self.error = error
 
 
-class CopyWindow:
-    """Bounds the entries on their way: `batch_size` and about 16 MiB of one fragment, about 256 MiB of all fragments.
+@dataclass(eq=False)
+class CopyTools:
+    """Parts and bounds that all copies of a replicator share. `progress` gets the entries and bytes of each write.
 
-    Entries of at most 64 fragments are on their way at once, and at least two entries of each. `waiting` counts entries
-    that were read and not written yet. Those without room are read again, one after the other in `turns`.
+    On their way are `batch_size` entries and about 16 MiB of one fragment, about 256 MiB of all fragments. Entries of
+    at most 64 fragments are on their way at once, and at least two entries of each. `waiting` counts entries that were
+    read and not written yet. Those without room are read again, one after the other in `turns`.
     """
 
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = max(batch_size, 1)
-        self._copying_count = 0
+    replicas: ReplicaReader
+    batch_size: int
+    pace: Pace
+    progress: Callable[[int, int], None]
+    #: Gets the bytes of each entry that was read.
+    was_read: Callable[[int], None]
+    _copying_count: int = 0
+
+    def __post_init__(self) -> None:
         self._permits = asyncio.Semaphore(COPIES_AT_ONCE)
         self.waiting = WaitingBytes(WAITING_BYTES_MAX)
         self.turns = asyncio.Semaphore(READ_AGAIN_COUNT)
@@ -99,18 +107,7 @@ class CopyWindow:
     def entry_count(self, size_bytes: int) -> int:
         """Return how many entries of that size (0: unknown) one fragment may have on their way now."""
         window_bytes = min(WINDOW_BYTES, WINDOWS_BYTES // self._copying_count)
-        return min(max(window_bytes // (size_bytes or WINDOW_BYTES // 16), 2), self.batch_size)
-
-
-class CopyTools(NamedTuple):
-    """Parts that all copies of a replicator share. `progress` gets the entries and bytes of each write."""
-
-    replicas: ReplicaReader
-    window: CopyWindow
-    pace: Pace
-    progress: Callable[[int, int], None]
-    #: Gets the bytes of each entry that was read.
-    was_read: Callable[[int], None] = lambda size: None
+        return min(max(window_bytes // (size_bytes or WINDOW_BYTES // 16), 2), max(self.batch_size, 1))
 
 
 @dataclass(eq=False)
@@ -159,11 +156,9 @@ class FragmentCopy:
 
     async def _copy_all(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         unreadable_count = 0
-        window = self.tools.window
-        copies = in_order(
-            wanted, lambda entry: self._copy(*entry), lambda: window.entry_count(self._size_bytes_largest)
-        )
-        async with window.copying(), contextlib.aclosing(copies):
+        tools = self.tools
+        copies = in_order(wanted, lambda entry: self._copy(*entry), lambda: tools.entry_count(self._size_bytes_largest))
+        async with tools.copying(), contextlib.aclosing(copies):
             async for (entry_id, _), problems in copies:
                 if problems:
                     self._add_unreadable(entry_id, problems)
@@ -196,19 +191,19 @@ class FragmentCopy:
             lacking.append(target)
         if indexes and not lacking:
             return []
-        window = self.tools.window
+        tools = self.tools
         channels = [*holders, *(source for source in self._sources(entry_id) if source not in holders)]
         body, problems = await self._read(entry_id, channels)
         size = len(body or b"")
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
-        if window.waiting.admit(size):
+        if tools.waiting.admit(size):
             try:
                 await self._give(entry_id, body, lacking)
             finally:
-                window.waiting.free(size)
+                tools.waiting.free(size)
         else:
             body = None
-            async with window.turns:
+            async with tools.turns:
                 body, problems = await self._read(entry_id, channels)
                 await self._give(entry_id, body, lacking)
         return problems

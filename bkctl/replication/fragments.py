@@ -175,18 +175,10 @@ def fragments_of(access: LedgerAccess, last_add_confirmed: int) -> list[LedgerFr
     A fragment before the last one is closed once all its entries are confirmed; in protocol v2 the last add confirmed
     lags behind. Source: LedgerChecker.checkLedger, LedgerFragment.
     """
-    metadata = access.metadata
-    starts = [fragment.first_entry_id for fragment in metadata.ensembles]
-    found = []
-    for at, fragment in enumerate(metadata.ensembles):
-        first = fragment.first_entry_id
-        is_last = at + 1 == len(starts)
-        if not is_last:
-            last = starts[at + 1] - 1
-        elif metadata.is_closed:
-            last = metadata.last_entry_id
-        else:
-            last = max(last_add_confirmed, first)
-        closed = metadata.is_closed or (not is_last and last_add_confirmed >= starts[-1] - 1)
-        found.append(LedgerFragment(access.ledger, first, last, fragment.bookies, closed, access.schedule))
+    metadata, found = access.metadata, []
+    closed = metadata.is_closed or last_add_confirmed >= metadata.last_fragment.first_entry_id - 1
+    for first, last, bookies in metadata.extents():
+        if last is None:
+            last, closed = max(last_add_confirmed, first), False
+        found.append(LedgerFragment(access.ledger, first, last, bookies, closed, access.schedule))
     return found

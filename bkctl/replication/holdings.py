@@ -97,13 +97,10 @@ class HeldLedger(NamedTuple):
 
 def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Set[str]) -> HeldLedger | None:
     """Return what `bookie_ids` hold of the ledger; None if its metadata names none of them."""
-    metadata = found.metadata
-    schedule, ensembles = RoundRobinDistributionSchedule.of(metadata), metadata.ensembles
+    schedule = RoundRobinDistributionSchedule.of(found.metadata)
     fragments = []
-    for number, (first, bookies) in enumerate(ensembles, 1):
+    for first, end, bookies in found.metadata.extents():
         if not bookie_ids.isdisjoint(bookies):
-            end = metadata.last_entry_id if metadata.is_closed else None
-            end = ensembles[number].first_entry_id - 1 if number < len(ensembles) else end
             last = first - 1 if end is None else max(end, first - 1)
             faults = [
                 ReplicaFault(index, bookie_id, FaultReason.GIVEN, schedule.entry_count(index, first, last))

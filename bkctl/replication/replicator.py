@@ -36,14 +36,7 @@ from bkctl.errors import (
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
-from bkctl.replication.fragment_copy import (
-    BATCH_SIZE,
-    CopyTools,
-    CopyWindow,
-    FragmentCopy,
-    TargetFailed,
-    UnreadableEntries,
-)
+from bkctl.replication.fragment_copy import BATCH_SIZE, CopyTools, FragmentCopy, TargetFailed, UnreadableEntries
 from bkctl.replication.fragments import ANSWERED, LedgerFragment, fragments_of
 from bkctl.replication.signals import BatchedCalls
 from bkctl.tasks import run_to_end
@@ -118,7 +111,7 @@ class LedgerReplication:
 class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
-    `batch_size` bounds the entries of a fragment that are on their way at once (see CopyWindow), `pace` the writes.
+    `batch_size` bounds the entries of a fragment that are on their way at once (see CopyTools), `pace` the writes.
     `progress` gets the entries and bytes of each write, `was_read` the bytes of each entry read.
     """
 
@@ -133,7 +126,7 @@ class LedgerFragmentReplicator:
     ) -> None:
         self.bookkeeper = bookkeeper
         self.checker = LedgerChecker(bookkeeper)
-        self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), pace or Pace(), progress, was_read)
+        self._tools = CopyTools(self.checker.replicas, batch_size, pace or Pace(), progress, was_read)
         #: Returns the target of each bad bookie of a fragment.
         self.targets = TargetChooser(bookkeeper).targets
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
@@ -183,11 +176,7 @@ class LedgerFragmentReplicator:
         return replace(result, outcome=outcome, versioned=versioned, replaced=replaced, repaired=repaired)
 
     async def _copy(
-        self,
-        check: LedgerCheck,
-        fragment: LedgerFragment,
-        targets: Mapping[int, str] | None,
-        exclude: Collection[str],
+        self, check: LedgerCheck, fragment: LedgerFragment, targets: Mapping[int, str] | None, exclude: Collection[str]
     ) -> tuple[dict[int, str], FragmentCopy]:
         """Copy the fragment's entries; return the targets and the finished copy. Raise the error of the last target.
 

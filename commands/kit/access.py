@@ -197,6 +197,8 @@ class Access:
         parse_bookie_addresses(options.bookie_addresses)
         #: The connection that the run has used so far.
         self.opened: Connection | None = None
+        #: By URL: one that is asked again and again warns once.
+        self._metrics_clients: dict[str, ApiClient] = {}
 
     def connection(self) -> Connection:
         """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
@@ -376,9 +378,10 @@ class Access:
 
     def metrics_client(self, url: str) -> ApiClient:
         """Return a client of a registered bookie's HTTP server, which has `metrics_wait_s` to answer."""
-        client = self.http_client(url, is_registered=True)
-        client.timeout_s = self.metrics_wait_s
-        return client
+        if url not in self._metrics_clients:
+            client = self._metrics_clients[url] = self.http_client(url, is_registered=True)
+            client.timeout_s = self.metrics_wait_s
+        return self._metrics_clients[url]
 
     def config(self) -> BookieConfig:
         """Return the bookie's settings in `--conf`. Raises UsageError without one."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.bookie_load import api_of
 from support.own_bookies import OwnBookie
 from support.raw_http import call
 from support.served_bookies import config_for, serving
@@ -14,7 +15,6 @@ from support.servers import EtcdServer, ZooKeeperServer, free_port, wait_for
 from support.waiting import LIMIT_S
 
 from bkctl.http.bookie_load import cluster_vitals, vitals_findings
-from bkctl.http.client import ApiClient
 from bkctl.metadata.cluster import Cluster, open_cluster
 
 LOST, BACK = "does not find its registration", "is registered again"
@@ -48,7 +48,7 @@ def test_outage_of_the_metadata_store_is_logged_measured_and_makes_a_bookie_unre
         bookies = cluster.bookies.list()
 
     def codes() -> list[str]:
-        found = vitals_findings(cluster_vitals(bookies, ApiClient, wait_s=LIMIT_S))
+        found = vitals_findings(cluster_vitals(bookies, api_of, wait_s=LIMIT_S))
         return [f"{each.code} {each.subject}" for each in found]
 
     assert (is_ready()[0], unregistered_s(port), codes()) == (200, 0, [])

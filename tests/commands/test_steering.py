@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.bookie_load import register, replies
+from support.bookie_load import api_of, register, replies
 from support.fake_http import FakeServer, Reply
 
 from bkctl.columns import Column, Columns
@@ -22,7 +22,6 @@ from bkctl.commands.kit.texts import plain
 from bkctl.commands.top_screen import Screen
 from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.http.bookie_load import LoadWatch
-from bkctl.http.client import ApiClient
 from bkctl.metadata.cluster import VERSION_PROPERTY, open_cluster
 from bkctl.metadata.store import NEW
 
@@ -64,7 +63,7 @@ def test_page_of_a_bookie_in_top_shows_its_version_as_it_is(tmp_path: Path) -> N
             info = cluster.bookies.list()[0].info
             assert info is not None
             cluster.bookies.register("b1", BookieServiceInfo(info.endpoints, {VERSION_PROPERTY: version}))
-            screen.take(LoadWatch(cluster, ApiClient, wait_s=60).look(), f"gone {TITLE}")
+            screen.take(LoadWatch(cluster, api_of, wait_s=60).look(), f"gone {TITLE}")
     finally:
         fake.close()
     screen.press("enter")

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.bookie_load import metrics, register, replies
+from support.bookie_load import api_of, metrics, register, replies
 from support.command_line import CommandLine
 from support.fake_http import FakeServer
 from support.waiting import LIMIT_S
 
 from bkctl.commands.top_screen import Screen, keys, spark
 from bkctl.http.bookie_load import LoadWatch
-from bkctl.http.client import ApiClient
 from bkctl.metadata.cluster import open_cluster
 
 from .conftest import Cli
@@ -109,7 +108,7 @@ def screen(uri: str, fake: FakeServer) -> Screen:
     """A screen after two looks."""
     screen = Screen()
     with open_cluster(uri) as cluster:
-        loads = LoadWatch(cluster, ApiClient, wait_s=60)
+        loads = LoadWatch(cluster, api_of, wait_s=60)
         for _ in range(2):
             screen.take(loads.look(), None)
     return screen

@@ -344,7 +344,7 @@ def columns(batches):
     """The rows of batches, as `fields` gives them."""
     rows = []
     for batch in batches:
-        kinds = batch.types or [RecordType.ENTRY] * len(batch)
+        kinds = [batch.type] * len(batch)
         bodies = [b""] if kinds[0] is RecordType.PADDING else batch.bodies()
         rows += zip(
             kinds, batch.ledgers, batch.entry_ids, batch.offsets, batch.sizes, batch.last_add_confirmed, batch.lengths,

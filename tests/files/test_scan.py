@@ -101,7 +101,7 @@ def test_the_compiled_loop_matches_the_plain_one_for_journals(
 
 COLUMNS = (
     "offsets", "sizes", "scope_ids", "ledger_ids", "ledgers", "entry_ids", "last_add_confirmed", "lengths",
-    "digest_types", "types",
+    "digest_types", "type",
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_batches_match_the_records(
             assert batch.lengths == [row.length for row in rows]
             assert batch.digest_types == [row.digest_type for row in rows]
             assert {batch.format_version} == {row.format_version for row in rows}
-            assert (batch.types or ["entry"] * len(batch)) == [row.type for row in rows]
+            assert [batch.type] * len(batch) == [row.type for row in rows]
             for digest_type in (None, DigestType.CRC32):
                 sizes = batch.payload_sizes(digest_type) or [None] * len(batch)
                 assert sizes == [row.payload_size(digest_type) for row in rows]

@@ -7,13 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.bookie_load import metrics, register, replies
+from support.bookie_load import api_of, metrics, register, replies
 from support.fake_http import FakeServer, Reply, is_silent, misbehaving
 from support.servers import ApacheBookie, Java, ZooKeeperServer, format_cluster, free_port
 
 from bkctl.formats.metadata import Cookie
 from bkctl.http.bookie_load import LoadWatch
-from bkctl.http.client import ApiClient
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
@@ -34,7 +33,7 @@ def fake() -> Iterator[FakeServer]:
 
 
 def watch(cluster: Cluster, wait_s: float = 60.0) -> LoadWatch:
-    return LoadWatch(cluster, ApiClient, wait_s=wait_s)
+    return LoadWatch(cluster, api_of, wait_s=wait_s)
 
 
 @pytest.mark.parametrize("gc", ["bookie", "bookie_gc"])

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("cryptography.x509")
 
+from support.bookie_load import api_of
 from support.certificates import replace, write_pair
 from support.command_line import CommandLine
 from support.served_bookies import PLAIN, add, statuses
@@ -180,7 +181,6 @@ def test_health_says_that_a_certificate_has_expired(monkeypatch: pytest.MonkeyPa
 
     from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
     from bkctl.http.bookie_load import cluster_vitals, vitals_findings
-    from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import VERSION_PROPERTY, RegisteredBookie
 
     fake = FakeServer()
@@ -193,7 +193,7 @@ def test_health_says_that_a_certificate_has_expired(monkeypatch: pytest.MonkeyPa
         endpoint = BookieEndpoint("httpserver", int(fake.address.rpartition(":")[2]), "127.0.0.1", "http")
         info = BookieServiceInfo((endpoint,), {VERSION_PROPERTY: "bkctl 1"})
         bookies = [RegisteredBookie("127.0.0.1:1", "rw", info)]
-        (found,) = vitals_findings(cluster_vitals(bookies, ApiClient, wait_s=LIMIT_S))
+        (found,) = vitals_findings(cluster_vitals(bookies, api_of, wait_s=LIMIT_S))
     finally:
         fake.close()
     assert (found.code, found.severity) == ("certificate-expires", "error")

@@ -116,7 +116,9 @@ def test_bookie_url_distinguishes_down_from_no_server() -> None:
 
 def test_a_request_carries_method_path_query_body_and_token(fake: FakeServer) -> None:
     fake.replies["PUT /p/x"] = Reply(b"done", 418, "text/plain")
-    answer = ApiClient(f"{fake.url}/p", token="t-1").request("PUT", "/x", {"a": "b c", "é": "&"}, b"{}")
+    client = ApiClient(f"{fake.url}/p", token="t-1")
+    with client.exchange("PUT", "/x", {"a": "b c", "é": "&"}, b"{}") as exchange:
+        answer = exchange.response()
     assert (answer.status, answer.content_type, answer.text) == (418, "text/plain", "done")
     (asked,) = fake.asked
     assert (asked.method, asked.path, asked.body) == ("PUT", "/p/x?a=b+c&%C3%A9=%26", b"{}")
@@ -127,7 +129,7 @@ def test_a_request_carries_method_path_query_body_and_token(fake: FakeServer) ->
 @pytest.mark.parametrize("path", ["x", "/a b", "/a\r\nX: y", "/a#b", "/\x00"])
 def test_invalid_paths_are_refused_before_sending(fake: FakeServer, path: str) -> None:
     with pytest.raises(UsageError):
-        ApiClient(fake.url).request("GET", path)
+        ApiClient(fake.url).call("GET", path)
     assert fake.asked == []
 
 
@@ -230,7 +232,7 @@ MISBEHAVIOUR: dict[str, tuple[Callable[..., None], type[BkctlError], str]] = {
 def test_misbehaving_server_is_one_error(name: str) -> None:
     behave, error, text = MISBEHAVIOUR[name]
     with misbehaving(behave) as server, pytest.raises(BkctlError) as raised:
-        ApiClient(server.url, timeout_s=0.5 if error is TimedOut else 60).request("GET", "/x")
+        ApiClient(server.url, timeout_s=0.5 if error is TimedOut else 60).call("GET", "/x")
     assert type(raised.value) is error, raised.value
     assert text in str(raised.value)
     assert server.url in str(raised.value)
@@ -242,7 +244,7 @@ def test_endless_answer_ends_at_its_limit(head: bytes) -> None:
     sent = [0]
     with misbehaving(sends_for_ever(head, more, sent)) as server:
         with pytest.raises(ProtocolError, match="too large"):
-            ApiClient(server.url).request("GET", "/x")
+            ApiClient(server.url).call("GET", "/x")
         assert sent[0] <= ANSWER_SIZE_BYTES_MAX + IN_FLIGHT_BYTES_MAX
     sent = [0]
     with misbehaving(sends_for_ever(head, more, sent)) as server:
@@ -281,11 +283,11 @@ def test_missing_server_is_unreachable() -> None:
     with misbehaving(is_silent) as server:
         url = server.url
     with pytest.raises(Unreachable, match=r"cannot be reached: Connection refused.*httpServerEnabled"):
-        ApiClient(url).request("GET", "/x")
+        ApiClient(url).call("GET", "/x")
     with pytest.raises(Unreachable, match="cannot be reached"):
-        ApiClient("http://no-such-host.invalid").request("GET", "/x")
+        ApiClient("http://no-such-host.invalid").call("GET", "/x")
     with pytest.raises(Unreachable, match="cannot be reached"):
-        ApiClient(f"http://{'x' * 80}.invalid").request("GET", "/x")
+        ApiClient(f"http://{'x' * 80}.invalid").call("GET", "/x")
 
 
 # --- the endpoints --------------------------------------------------------------------------------------------------

@@ -7,9 +7,17 @@ from typing import Any
 from support.fake_http import Reply, Turns
 
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
-from bkctl.metadata.cluster import Cluster
+from bkctl.http.bookie_client import BookieApi
+from bkctl.http.client import ApiClient
+from bkctl.http.server_url import bookie_url
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 API = "GET /api/v1/bookie"
+
+
+def api_of(bookie: RegisteredBookie) -> BookieApi:
+    """The HTTP server that a bookie registered."""
+    return BookieApi(ApiClient(bookie_url(bookie)))
 
 
 def metrics(adds: int, reads: int, *, gc: str = "bookie_gc") -> Reply:

@@ -7,12 +7,12 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound
+from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
 from bkctl.ids import LedgerId, parse_scope_id
 from bkctl.metadata.admin.health import health_findings
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bkctl.formats.metadata import LedgerMetadata
     from bkctl.http.gateway import Upstream
     from bkctl.http.service import Service
-    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 #: Ledgers on a page, and those that a page looks at for an application's.
 LEDGERS_A_PAGE: Final = 100
@@ -209,7 +209,7 @@ def _ledger(of: Sources) -> Values:
          len(value) if len(value) > CUSTOM_LENGTH_MAX else None)
         for key, value in islice(sorted(found.metadata.custom_metadata.items()), CUSTOM_KEYS_MAX)
     ]  # fmt: skip
-    fragments = list(_fragments(found.metadata))
+    fragments = list(found.metadata.extents())
     return {
         "ledger": ledger, "metadata": found.metadata, "ctime_ms": found.ctime_ms, "mark": mark, "custom": custom,
         "custom_left_out": max(len(found.metadata.custom_metadata) - CUSTOM_KEYS_MAX, 0),
@@ -218,15 +218,6 @@ def _ledger(of: Sources) -> Values:
         "left_out": max(len(fragments) - FRAGMENTS_DRAWN_MAX, 0), "bars": list(_bars(fragments)),
         "width": WIDTH, "height": ROW_HEIGHT * max((len(each[2]) for each in fragments), default=0),
     }  # fmt: skip
-
-
-def _fragments(metadata: LedgerMetadata) -> Iterator[tuple[int, int | None, Sequence[str]]]:
-    """Yield first and last entry (None: open) and the bookies of each fragment."""
-    firsts = [each.first_entry_id for each in metadata.ensembles]
-    end = metadata.last_entry_id if metadata.is_closed else None
-    for index, fragment in enumerate(metadata.ensembles):
-        last = firsts[index + 1] - 1 if index + 1 < len(firsts) else end
-        yield fragment.first_entry_id, last, fragment.bookies
 
 
 def _bars(fragments: Sequence[tuple[int, int | None, Sequence[str]]]) -> Iterator[FragmentBar]:
@@ -335,16 +326,14 @@ class LoadHistory:
         return found
 
     async def _run(self) -> None:
-        def host_of(bookie_id: str) -> str | None:
-            address = self._service.addresses.get(bookie_id)
-            return None if address is None else address[0]
+        def api_of(bookie: RegisteredBookie) -> BookieApi:
+            return BookieApi(self._upstream.client(self._service.url_of(bookie), timeout_s=WAIT_S))
 
         watch: LoadWatch | None = None
         while time.monotonic() - self._viewed_s < IDLE_S:
             try:
                 if watch is None:
-                    client_of = partial(self._upstream.client, timeout_s=WAIT_S)
-                    watch = LoadWatch(await self._service.cluster(), client_of, WAIT_S, host_of)
+                    watch = LoadWatch(await self._service.cluster(), api_of, WAIT_S)
                 load = await asyncio.to_thread(watch.look)
                 self.looks.append((int(time.time() * 1000), load))
                 self.problem = None

@@ -146,7 +146,7 @@ def _replay(path: Path, start: int) -> dict[str, int]:
         for batch in reader.batches(start):
             records += len(batch)
             size += sum(batch.sizes) + 4 * len(batch)
-            if batch.types is None or batch.types[0] is RecordType.ENTRY:
+            if batch.type is RecordType.ENTRY:
                 entries += len(batch)
     return {"replayRecordCount": records, "replayEntryCount": entries, "replaySize": size}
 
