@@ -19,16 +19,16 @@ from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..kit.values import refuse_both
 from .members import OneBookie, bookie_ids, find_racks
 from .recover import (
+    UNREADABLE_ENTRIES,
     Deadline,
     ProgressOption,
     SkipUnrecoverable,
-    entry_spans,
     ledger_width,
     loss_text,
     progress_text,
     repeating,
-    run_within,
     shown_progress,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def _moving(progress: MoveProgress) -> PlainRow:
     return PlainRow(
         kind="progress", result="moving", message=message + progress_text(progress), advice=None, ledger=None,
         unreadable=(), entry_count=progress.entry_count, size_bytes=progress.size_bytes,
-        ledger_count=progress.ledger_count, ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
-        seconds_left=None if progress.left_s is None else round(progress.left_s),
+        ledgersDone=progress.ledger_count, ledgersToMove=total, bytesPerSecond=int(progress.bytes_per_s),
+        secondsLeft=None if progress.left_s is None else round(progress.left_s),
     )  # fmt: skip
 
 
@@ -68,11 +68,11 @@ STEP_COLUMNS = Columns(
     _LEDGER,
     Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
-    Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
-    Column(None, "ledgersDone", lambda row: getattr(row, "ledger_count", None), Kind.INTEGER, optional=True),
-    Column(None, "ledgersToMove", lambda row: getattr(row, "ledgers_to_move", None), Kind.INTEGER, optional=True),
-    Column(None, "bytesPerSecond", lambda row: getattr(row, "bytes_per_second", None), Kind.INTEGER, optional=True),
-    Column(None, "secondsLeft", lambda row: getattr(row, "seconds_left", None), Kind.INTEGER, optional=True),
+    UNREADABLE_ENTRIES,
+    *(
+        Column(None, name, lambda row, name=name: getattr(row, name, None), Kind.INTEGER, optional=True)
+        for name in ("ledgersDone", "ledgersToMove", "bytesPerSecond", "secondsLeft")
+    ),
     *fields(Kind.TEXT, message="WHAT", advice="ADVICE"),
     key=_LEDGER,
 )
@@ -138,9 +138,8 @@ def _depart(
             return await departure.set_read_only(partial(_set_read_only, run), run.access.timeout_s)
 
         async def work() -> None:
-            for step in done:
-                take(step)
-            async with run.access.bookkeeper(recorded) as bookkeeper:
+            what = f"The {texts.noun} of {bookie}"
+            async with within(deadline_s, what), run.access.bookkeeper(recorded) as bookkeeper:
                 departure = create(bookkeeper, bookie, plan, pace=pace, note=run.out.note)
                 progress = departure.mover.progress
                 said = nullcontext() if watch_s is None else repeating(watch_s, lambda: print_step(_moving(progress)))
@@ -153,17 +152,16 @@ def _depart(
         if not stays:
             run.consent.confirm(texts.question(plan))
             finding_count = 0
-            done = []
             if create is Drain:
                 left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
                 with run.job.working(f"Making {bookie} read-only", left=left):
-                    done.append(run.job.ask(run.access.bookkeeper(run.cluster), set_read_only))
+                    take(run.job.ask(run.access.bookkeeper(run.cluster), set_read_only))
             total = len(plan.ledgers) or None
             with (
                 run.recorded() as recorded,
                 run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
             ):
-                run_within(run, work(), deadline_s, f"The {texts.noun} of {bookie}")
+                run.job.complete(work())
     what = f"{bookie} {'cannot be' if stays else 'is not'} {texts.done}"
     run.out.finish_with(finding_count, f"finding: {what}", f"findings: {what}")
 

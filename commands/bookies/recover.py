@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,26 +121,29 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
         update()
 
 
-def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | None, what: str) -> None:
-    """Run the work to its end. Raises TimedOut at the deadline."""
+@asynccontextmanager
+async def within(deadline_s: float | None, what: str) -> AsyncIterator[None]:
+    """End the block at the deadline, and raise TimedOut."""
     import asyncio
 
-    async def bounded() -> None:
-        try:
-            async with asyncio.timeout(deadline_s):
-                await work
-        except TimeoutError as error:
-            raise TimedOut(
-                f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again to continue"
-            ) from error
-
-    run.job.complete(bounded())
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError as error:
+        raise TimedOut(
+            f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again to continue"
+        ) from error
 
 
 def entry_spans(spans: Any) -> list[dict[str, int]] | None:
     return [
         {"firstEntryId": first, "lastEntryId": last, "entryCount": entry_count} for first, last, entry_count in spans
     ] or None
+
+
+UNREADABLE_ENTRIES: Final = Column(
+    None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True
+)
 
 
 def ledger_width(plan: MovePlan) -> int:
@@ -216,7 +219,7 @@ def move_columns(plan: MovePlan) -> Columns:
         ),
         *fields(Kind.INTEGER, fragmentCount="FRAGMENTS", entryCount="ENTRIES"),
         Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
-        Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
+        UNREADABLE_ENTRIES,
         Column("PROBLEM", "problem", "problem"),
         key="ledger",
     )  # fmt: skip
@@ -333,18 +336,19 @@ class _Recovery:
             if done is not None and done.done:
                 run.out.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
             with run.out.rows(move_columns(plan)) as rows:
-                run_within(run, self._move(recorded, plan, done, activity, rows), deadline_s, "The recovery")
+                run.job.complete(self._move(recorded, plan, done, activity, rows, deadline_s))
         run.out.note(*self._notes)
         self._report(plan)
 
     async def _move(
-        self, cluster: Cluster, plan: MovePlan, done: ResumeFile | None, activity: Activity, writer: RowWriter
-    ) -> None:
+        self, cluster: Cluster, plan: MovePlan, done: ResumeFile | None, activity: Activity, writer: RowWriter,
+        deadline_s: float | None,
+    ) -> None:  # fmt: skip
         from bkctl.replication.bookie_mover import BookieMover
         from bkctl.replication.holdings import MoveOutcome
 
         run, outcomes = self._run, self._outcomes
-        async with run.access.bookkeeper(cluster) as bookkeeper:
+        async with within(deadline_s, "The recovery"), run.access.bookkeeper(cluster) as bookkeeper:
             mover = BookieMover(
                 bookkeeper, self._names, plan, pace=self._pace, skip_open=self._skip_open, note=run.out.note
             )
