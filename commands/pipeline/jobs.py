@@ -32,7 +32,7 @@ from .common import (
     read_job,
     show_result,
 )
-from .saves import BARS_MAX, NO_SAVES, Bar, PageTable, Plot, check_pages, table, top_rows, write_pages
+from .saves import BARS_MAX, NO_SAVES, PAGE, Bar, PageTable, Plot, check_saves, table, top_rows, write_pages
 
 if TYPE_CHECKING:
     from bkctl.spark.engine import Frame
@@ -539,10 +539,10 @@ def report(
     $ bkctl pipeline report --save report.html
     $ bkctl pipeline report --textfile /var/lib/node_exporter/bkctl.prom
     """
-    saves = list(dict.fromkeys(save or ()))
-    check_pages(saves)
+    saves = NO_SAVES._replace(paths=list(dict.fromkeys(save or ())))
+    check_saves(saves, REPORT_COLUMNS, (PAGE,))
     _check_textfile(textfile)
-    if not saves and textfile is None:
+    if not saves.paths and textfile is None:
         raise UsageError("The report has no file", hint="add --save report.html")
     limits = thresholds_of(run, thresholds)
     with read_job(run, JobOptions(spark, places, NO_SAVES), "report") as job:
@@ -556,7 +556,7 @@ def report(
         audited = JournalAuditResult(job, held=held)
         inventory = sized.rows(InventoryBy.BOOKIE).collect()
         sums = Sums(inventory)
-        sections = [result.section() for result in (sized, checked, wasted, audited)] if saves else []
+        sections = [result.section() for result in (sized, checked, wasted, audited)] if saves.paths else []
         parts = [
             (
                 "inventory", len(sized.damages),
@@ -571,7 +571,7 @@ def report(
             _write_textfile(
                 textfile, {name: count for name, count, _ in parts}, inventory, wasted.rows(GarbageBy.BOOKIE).collect()
             )
-    write_pages(saves, "Report", lambda: sections, job.bookies)
+    write_pages(saves.paths, "Report", lambda: sections, job.bookies)
     run.out.render(parts, REPORT_COLUMNS)
     run.out.finish_with(sum(count for _, count, _ in parts))
 

@@ -97,12 +97,6 @@ SAVE_OPTIONS: Final = _save_options(
 SaveRows = Annotated[Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json.")]
 
 
-def check_pages(paths: Iterable[str]) -> None:
-    """Raise an error unless each of the paths can be the page of a report, as `check_save`."""
-    for path in paths:
-        check_save(path, (PAGE,))
-
-
 def check_saves(saves: Saves, columns: Columns, forms: Sequence[str] = (*ROW_FORMS, PAGE)) -> None:
     """Check the files of --save before any work, and `columns` against the rows to append to.
 
