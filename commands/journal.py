@@ -128,8 +128,6 @@ def _journals(
     return given, named, named
 
 
-# --- lastmark -------------------------------------------------------------------------------------------------------
-
 MARK_COLUMNS = Columns(
     Column("INDEX", "journalIndex", "journal_index", Kind.INTEGER),
     *with_hex("JOURNAL", "journalId", "mark.journal_id"),
@@ -158,8 +156,6 @@ def lastmark(
     run.out.render(latest.marks, MARK_COLUMNS)
     run.out.raise_first([error for _, error in latest.damaged])
 
-
-# --- verify ---------------------------------------------------------------------------------------------------------
 
 STATE_STYLE = {
     "end of file": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
@@ -231,9 +227,6 @@ def verify(
         run.out.error(counted(checked.finding_count, "finding"))
     run.out.raise_first(checked.errors)
     run.out.finish_with(checked.finding_count)
-
-
-# --- stats ----------------------------------------------------------------------------------------------------------
 
 
 JournalGrouping = StrEnum("JournalGrouping", "FILE TYPE LEDGER SCOPE")

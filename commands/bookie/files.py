@@ -242,11 +242,8 @@ def _metas(
                 entry_count, last_entry_id = index.extent()
                 lac = index.explicit_lac()
                 row = PlainRow(source=index, explicit_lac=lac, entry_count=entry_count, last_entry_id=last_entry_id)
-        except (Corrupt, Unsupported) as error:
-            errors.append(error)
-            continue
         except BkctlError as error:
-            if named:
+            if named and not isinstance(error, Corrupt | Unsupported):
                 raise
             errors.append(as_damage(error))
             continue
@@ -442,12 +439,10 @@ def check_index(
     with run.job.working("Reading indexes"):
         run.out.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts
-    parts = []
-    if ledgers or both:
-        parts.append(f"{counted(counts.ledgers, 'ledger')}, {counts.fenced_ledgers:,} of them fenced")
-    if both:
-        parts.append(f"{counts.empty_ledgers:,} without entries")
-    if locations or both:
-        parts.append(counted(counts.entries, "entry"))
-    run.out.note(f"{_verdict(counts)}{', '.join(parts)}{_remarks(counts)}")
+    parts = (
+        (not locations or both, f"{counted(counts.ledgers, 'ledger')}, {counts.fenced_ledgers:,} of them fenced"),
+        (both, f"{counts.empty_ledgers:,} without entries"),
+        (not ledgers or both, counted(counts.entries, "entry")),
+    )
+    run.out.note(f"{_verdict(counts)}{', '.join(text for shown, text in parts if shown)}{_remarks(counts)}")
     _finish(run, counts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -31,19 +31,23 @@ app = group()
 
 
 @contextmanager
-def _held(run: Run, layout: BookieLayout) -> Iterator[None]:
-    """Hold the bookie's directories for this process; not in a dry run, which only reads."""
+def _repairing(
+    run: Run, layout: BookieLayout, label: str, left: str, size: Callable[[], int] | None = None, unit: str = "bytes"
+) -> Iterator[dict[str, Any]]:
+    """Hold the bookie's directories for this process, and yield the arguments that say how to repair them.
+
+    A dry run only reads, and holds nothing. Of `size` units the progress is shown.
+    """
     from bkctl.repair.holding import hold
 
-    if run.dry_run:
-        yield
-        return
-    with hold(layout.all, note=run.out.note):
-        run.consent.start_audit(begun=True)
+    with nullcontext() if run.dry_run else hold(layout.all, note=run.out.note):
+        if not run.dry_run:
+            run.consent.start_audit(begun=True)
         try:
-            yield
+            with run.job.working(label, total=size and size(), unit=unit, left=left) as activity:
+                yield {"dry_run": run.dry_run, "progress": activity.advance}
         except OSError as error:
-            if error.filename is not None:
+            if run.dry_run or error.filename is not None:
                 raise
             where = ", ".join(map(str, layout.index_dirs))
             raise BkctlError(
@@ -57,20 +61,15 @@ def _layout(run: Run, directories: Sequence[Path] | None) -> BookieLayout:
     return find_layout(run.access.directories(directories))
 
 
-@contextmanager
-def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
-    """Yield the ledgers of the metadata store; None unless --metadata-uri or --context names one."""
+def _stored(run: Run, layout: BookieLayout) -> StoredLedgers | None:
+    """Return the ledgers of the metadata store; None unless --metadata-uri or --context names one."""
     from bkctl.metadata.liveness import StoredLedgers
 
-    if not run.access.names_metadata:
-        yield None
-        return
-    stored = StoredLedgers(run.cluster, layout.all)
-    yield stored
-    run.out.error(*stored.problems)
+    return StoredLedgers(run.cluster, layout.all) if run.access.names_metadata else None
 
 
-def _report(run: Run, findings: RepairFindings) -> None:
+def _report(run: Run, findings: RepairFindings, stored: StoredLedgers | None) -> None:
+    run.out.error(*(() if stored is None else stored.problems))
     run.out.note(*findings.notes)
     run.out.error(*(damage.error for damage in findings.damage))
 
@@ -120,17 +119,11 @@ def rebuild_databases(
     layout = _layout(run, directories)
     size = partial(layout.size_to_read, log_passes=ledgers + locations, journals=ledgers)
     left = "a database is replaced as a whole or not at all: run the command again"
-    with (
-        _held(run, layout),
-        _metadata(run, layout) as metadata,
-        run.job.working("Rebuilding", total=size(), unit="bytes", left=left) as activity,
-    ):
-        done = rebuild(
-            layout, ledgers=ledgers, locations=locations, metadata=metadata, dry_run=run.dry_run,
-            progress=activity.advance,
-        )  # fmt: skip
+    with _repairing(run, layout, "Rebuilding", left, size) as how:
+        stored = _stored(run, layout)
+        done = rebuild(layout, ledgers=ledgers, locations=locations, metadata=stored, **how)
     run.out.render(done.databases, REBUILT_COLUMNS)
-    _report(run, done.findings)
+    _report(run, done.findings, stored)
     run.out.note(
         *(
             f"{row.path}: {text.format(counted(count, one, many))}"
@@ -189,36 +182,23 @@ def regenerate_files(
         raise UsageError(problem, hint="name ledgers, or add --all")
     layout = _layout(run, directories)
     key = None if password is None else master_key(password)
-    left = "run the command again: old files are backups"
-    with (
-        _held(run, layout),
-        _metadata(run, layout) as metadata,
-        run.job.working("Regenerating", total=layout.size_to_read(), unit="bytes", left=left) as activity,
-    ):
-        done = regenerate(
-            layout, which.ledgers, scope_id=which.scope_id, master_key=key, metadata=metadata, dry_run=run.dry_run,
-            progress=activity.advance,
-        )  # fmt: skip
+    with _repairing(
+        run, layout, "Regenerating", "run the command again: old files are backups", layout.size_to_read
+    ) as how:
+        stored = _stored(run, layout)
+        done = regenerate(layout, which.ledgers, scope_id=which.scope_id, master_key=key, metadata=stored, **how)
     run.out.render(done.indexes, REGENERATED_COLUMNS)
-    _report(run, done.findings)
+    _report(run, done.findings, stored)
     guessed = sum(row.fence_guessed for row in done.indexes)
-    if guessed:
-        run.out.note(f"{counted(guessed, 'ledger was', 'ledgers were')} fenced, since their state is unknown")
-    if done.dead:
-        run.out.note(f"{counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
+    counts = (guessed, "fenced, since their state is unknown"), (len(done.dead), "left unchanged, without metadata")
+    run.out.note(*(f"{counted(count, 'ledger was', 'ledgers were')} {text}" for count, text in counts if count))
     if done.without_key:
-        run.out.error(
-            f"The master key of {counted(len(done.without_key), 'ledger')} is unknown: {_some(done.without_key)}"
-        )
-    problems = len(done.findings.damage) + len(done.without_key)
+        some = ", ".join(map(str, done.without_key[:10])) + (" …" if len(done.without_key) > 10 else "")
+        run.out.error(f"The master key of {counted(len(done.without_key), 'ledger')} is unknown: {some}")
     run.out.finish_with(
-        problems, "damaged file or ledger without a master key", "damaged files or ledgers without a master key"
-    )
-
-
-def _some(values: list[Any]) -> str:
-    shown = ", ".join(map(str, values[:10]))
-    return f"{shown} …" if len(values) > 10 else shown
+        len(done.findings.damage) + len(done.without_key),
+        "damaged file or ledger without a master key", "damaged files or ledgers without a master key",
+    )  # fmt: skip
 
 
 DOWNGRADED_COLUMNS = Columns(
@@ -297,11 +277,8 @@ def convert_index(
     if discard_old and not run.dry_run:
         where = ", ".join(map(str, layout.index_dirs))
         run.consent.confirm(f"The old index in {where} would be removed once the new one is verified")
-    with (
-        _held(run, layout),
-        run.job.working("Converting", unit="entries", left="run the command again to continue") as activity,
-    ):
-        done = convert(layout, to.value, discard_old=discard_old, dry_run=run.dry_run, progress=activity.advance)
+    with _repairing(run, layout, "Converting", "run the command again to continue", unit="entries") as how:
+        done = convert(layout, to.value, discard_old=discard_old, **how)
     run.out.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
         run.out.note("The conversion continued where it was killed")

@@ -212,14 +212,12 @@ def _force_gc(
     patience = Patience(f"{found.name} still collects garbage", deadline)
     patience.shorten(found)
     before = api.garbage_collection()
-    busy = before.in_force_gc
-    if busy and not wait:
+    if before.in_force_gc and not wait:
         run.out.note(f"{found.name} is in a forced round and starts no other; add --wait to start one afterwards")
     with run.job.working("Collecting garbage", enabled=wait, left="the bookie finishes the round all the same"):
-        while busy and wait:
+        while before.in_force_gc and wait:
             patience.wait()
             before = api.garbage_collection()
-            busy = before.in_force_gc
         chosen: tuple[bool | None, bool | None] = (major, minor) if major or minor else (None, None)
         run.out.detail(api.force_garbage_collection(major=chosen[0], minor=chosen[1], accept_scoped_deletes=accept))
         while wait:

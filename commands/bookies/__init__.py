@@ -1,6 +1,6 @@
 """`bkctl bookies`: the set of bookies of a cluster."""
 
 from ..kit.command import group
-from . import departure, members, recover
+from . import departure, members
 
-app = group(parts=(members.app, recover.app, departure.app))
+app = group(parts=(members.app, departure.app))

@@ -73,11 +73,10 @@ def find_racks(run: Run, bookies: list[RegisteredBookie]) -> dict[str, str]:
         rows = rack_rows(run, bookies)
     except (Unreachable, NotFound):
         raise
-    except Unauthorized as error:  # A user of the cluster's own nodes only.
-        run.out.detail(f"racks are unknown: {error.message}")
-        return {}
     except BkctlError as error:
-        run.out.warn(f"racks are unknown: {error.message}")
+        # Some users may read the cluster's own nodes only.
+        say = run.out.detail if isinstance(error, Unauthorized) else run.out.warn
+        say(f"racks are unknown: {error.message}")
         return {}
     return {row.bookie_id: row.rack for row in rows if row.rack is not None}
 

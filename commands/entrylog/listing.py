@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from enum import StrEnum
+from functools import partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -472,16 +473,16 @@ def garbage(
     order = log_order(run, sort)
     paths = find_all_logs(run, names, directories, every)
     limits = thresholds_of(run, thresholds)
-    sums = _GarbageTotals()
+    sums = Counter[str]()
     rows: Iterable[PlainRow]
     with open_liveness(run, paths) as liveness, run.job.working("Reading entry logs"):
         uses = collect_errors(log_uses(paths, liveness.states), run.errors)
-        rows = sums.watch(_use_row(use, limits, liveness) for use in uses)
+        rows = tap((_use_row(use, limits, liveness) for use in uses), partial(_add_use, sums))
         if order is not LogOrder.ID:
             rows = sorted(rows, key=_USE_KEYS[order])
         run.out.render(rows, GARBAGE_COLUMNS)
-    if sums.count:
-        run.out.note(str(sums))
+    if sums:
+        run.out.note(_sums_text(sums))
 
 
 def _modified(row: PlainRow) -> float:
@@ -510,32 +511,20 @@ def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresho
     return Thresholds(usual.minor if minor is None else minor, usual.major if major is None else major)
 
 
-class _GarbageTotals:
-    """The totals of the rows of `garbage`."""
+def _add_use(sums: Counter[str], row: PlainRow) -> None:
+    """Add a row of `garbage` to the sums, which are by compaction but for the first three."""
+    sums.update({"count": 1, "total": row.use.total_size_bytes, "garbage": row.use.garbage_size_bytes})
+    if (name := row.compaction) is not None:
+        freed, left = row.reclaimable_size_bytes, row.use.remaining_size_bytes
+        sums.update({name: 1, f"{name} freed": freed, f"{name} rewritten": left})
 
-    def __init__(self) -> None:
-        self.count = self.total = self.garbage = 0
-        #: By compaction.
-        self.logs, self.freed, self.rewritten = Counter[str](), Counter[str](), Counter[str]()
 
-    def watch(self, rows: Iterable[PlainRow]) -> Iterator[PlainRow]:
-        """Yield the rows, counted."""
-        for row in rows:
-            self.count += 1
-            self.total += row.use.total_size_bytes
-            self.garbage += row.use.garbage_size_bytes
-            if row.compaction is not None:
-                self.logs[row.compaction] += 1
-                self.freed[row.compaction] += row.reclaimable_size_bytes
-                self.rewritten[row.compaction] += row.use.remaining_size_bytes
-            yield row
-
-    def __str__(self) -> str:
-        logs = counted(self.count, "log")
-        parts = [f"{size_text(self.total)} of entries in {logs}, {size_text(self.garbage)} garbage"]
-        for name, verb in (("delete", "deletion"), ("minor", "minor compaction"), ("major", "major compaction alone")):
-            if name in self.logs:
-                rewriting = f", rewriting {size_text(self.rewritten[name])}" if self.rewritten[name] else ""
-                logs = counted(self.logs[name], "log")
-                parts.append(f"{verb} of {logs} frees {size_text(self.freed[name])}{rewriting}")
-        return "; ".join(parts)
+def _sums_text(sums: Counter[str]) -> str:
+    logs = counted(sums["count"], "log")
+    parts = [f"{size_text(sums['total'])} of entries in {logs}, {size_text(sums['garbage'])} garbage"]
+    for name, verb in (("delete", "deletion"), ("minor", "minor compaction"), ("major", "major compaction alone")):
+        if sums[name]:
+            left = sums[f"{name} rewritten"]
+            rewriting = f", rewriting {size_text(left)}" if left else ""
+            parts.append(f"{verb} of {counted(sums[name], 'log')} frees {size_text(sums[f'{name} freed'])}{rewriting}")
+    return "; ".join(parts)

@@ -17,7 +17,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 
-from ..kit.columns import ALL, Output, payload_column
+from ..kit.columns import ALL, Output, fields, payload_column
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import LedgerToCreate, NewLedger, OneLedger
 from ..kit.options import (
@@ -110,9 +110,7 @@ def entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> 
     """Return the columns of the entries of a ledger, with payloads in `format` if `body`."""
     columns = [
         Column("LEDGER", "ledger", Constant(ledger), Kind.LEDGER),
-        Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
-        Column("LAC", "lastAddConfirmed", "last_add_confirmed", Kind.INTEGER),
-        Column("LENGTH", "length", "length", Kind.INTEGER),
+        *fields(Kind.INTEGER, entryId="ENTRY", lastAddConfirmed="LAC", length="LENGTH"),
         Column("SIZE", "size", lambda entry: len(entry.payload), Kind.INTEGER),
         Column(None, "formatVersion", "format_version", Kind.INTEGER),
     ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple
 
 from bkctl.columns import Columns
 from bkctl.errors import BkctlError, UsageError
@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
-from ..kit.options import combined, flag, option, parameter, word
+from ..kit.options import combined, option, parameter, word
 from ..kit.settings import SETTINGS
 from ..kit.texts import counted
 from ..kit.values import refuse_both
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from bkctl.spark.engine import Frame, JobSession
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
+    from .saves import PageTable, Plot
+
 
 def ledger_of(row: Any) -> LedgerId | None:
     """Return the ledger of a row with a ledgerQualifiedName."""
@@ -37,23 +39,17 @@ def ledger_of(row: Any) -> LedgerId | None:
 class Sums(Counter[str]):
     """Sums of the integer columns of rows by name, and in `count` the number of rows."""
 
-    count = 0
+    def __init__(self, rows: Iterable[Any] = ()) -> None:
+        super().__init__()
+        self.count = 0
+        for row in rows:
+            self.add(row)
 
     def add(self, row: Any) -> None:
         """Add a row to the sums."""
         self.count += 1
         self.update({name: value for name, value in row.asDict().items() if type(value) is int})
 
-
-def sums_of(rows: Iterable[Any]) -> Sums:
-    """Return the sums of `rows`."""
-    sums = Sums()
-    for row in rows:
-        sums.add(row)
-    return sums
-
-
-By = TypeVar("By")
 
 PLACES = word(
     "PLACE",
@@ -261,16 +257,19 @@ def check_cluster(run: Run) -> None:
         cluster.layout()
 
 
-def by_option(help: str) -> Any:
-    """Return the option --by."""
-    return flag("--by WHAT", help)
-
-
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
 class JobResult(ABC):
-    """The result of one run of a job, read once for rows and page."""
+    """The result of one run of the job `label`, read once for the rows of each `--by` and for the page `title`."""
+
+    label: ClassVar[str]
+    title: ClassVar[str]
+    columns: ClassVar[Mapping[Any, Columns]]
+
+    @abstractmethod
+    def __init__(self, job: Job, **settings: Any) -> None:
+        """Run the job."""
 
     @abstractmethod
     def rows(self, by: Any) -> Frame:
@@ -278,7 +277,7 @@ class JobResult(ABC):
 
     @property
     def lines(self) -> list[str]:
-        """The lines of `notes` that need no sums."""
+        """The lines above the plots of the page, and of `notes`."""
         return []
 
     def notes(self, shown: Sums) -> list[str]:
@@ -286,8 +285,12 @@ class JobResult(ABC):
         return self.lines
 
     @abstractmethod
-    def sections(self) -> list[Section]:
-        """Return the sections of the page."""
+    def blocks(self) -> list[Plot | PageTable]:
+        """Return the plots and tables of the page."""
+
+    def section(self) -> Section:
+        """Return the section of the page."""
+        return Section(self.title, ". ".join(self.lines), self.blocks())
 
     def problems(self) -> list[BkctlError]:
         """Return the errors that the command ends with."""
@@ -299,26 +302,18 @@ class JobResult(ABC):
 
 
 def show_result(
-    run: Run,
-    given: JobOptions,
-    label: str,
-    by: By,
-    columns: Mapping[By, Columns],
-    result_of: Callable[[Job], JobResult],
-    title: str | None = None,
-    *,
-    connects: bool = True,
+    run: Run, given: JobOptions, kind: type[JobResult], by: Any, *, connects: bool = True, **settings: Any
 ) -> None:
-    """Run the job `label`, print and save its rows `by` a word of `--by`, and end with its problems or findings.
+    """Run a job, print and save its rows `by` a word of `--by`, and end with its problems or findings.
 
-    The job `connects` unless it needs no cluster.
+    The job `connects` unless it needs no cluster; `settings` are those of its result.
     """
-    shown = Sums()
-    with read_job(run, given, label, columns[by], connects=connects) as job:
-        found = result_of(job)
-        frame_rows(run, found.rows(by), columns[by], given.saves, shown.add)
+    shown, columns = Sums(), kind.columns[by]
+    with read_job(run, given, kind.label, columns, connects=connects) as job:
+        found = kind(job, **settings)
+        frame_rows(run, found.rows(by), columns, given.saves, shown.add)
         run.out.note(*found.notes(shown))
-        write_pages(given.saves.pages, title or label.capitalize(), found.sections, job.bookies)
+        write_pages(given.saves.pages, kind.title, lambda: [found.section()], job.bookies)
         problems, findings = found.problems(), found.finding_count(shown)
     run.out.raise_first(problems)
     run.out.finish_with(findings)

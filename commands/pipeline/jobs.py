@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -28,18 +28,17 @@ from .common import (
     Places,
     SparkOptions,
     Sums,
-    by_option,
     ledger_of,
     read_job,
     show_result,
-    sums_of,
 )
-from .saves import BARS_MAX, NO_SAVES, Bar, PageTable, Plot, Section, check_pages, table, top_rows, write_pages
+from .saves import BARS_MAX, NO_SAVES, PAGE, Bar, PageTable, Plot, check_saves, table, top_rows, write_pages
 
 if TYPE_CHECKING:
     from bkctl.spark.engine import Frame
 
 app = group()
+EVERY_LEDGER: Final = ScanFilter(None, None)
 
 
 def _integers(spare: int = 0, **titles: str | None) -> list[Column]:
@@ -91,7 +90,7 @@ def inventory(
     ledgers: LedgersToScan,
     given: ForJob,
     by: Annotated[
-        InventoryBy, by_option("A row for each bookie, entrylog, scope, ledger or application.")
+        InventoryBy, flag("--by WHAT", "A row for each bookie, entrylog, scope, ledger or application.")
     ] = InventoryBy.BOOKIE,
 ) -> None:
     """Count bytes and entries in all bookies' entry logs.
@@ -104,22 +103,20 @@ def inventory(
     $ bkctl pipeline inventory
     $ bkctl pipeline inventory --conf bk_server.conf --by scope
     """
-    result_of = partial(InventoryResult, ledgers=ledgers)
-    show_result(run, given, "inventory", by, INVENTORY_COLUMNS, result_of, connects=by is InventoryBy.APPLICATION)
+    show_result(run, given, InventoryResult, by, connects=by is InventoryBy.APPLICATION, ledgers=ledgers)
 
 
 class InventoryResult(JobResult):
     """The inventory of some bookies, scanned once for rows and page."""
 
-    def __init__(self, job: Job, *, ledgers: ScanFilter, held: Frame | None = None) -> None:
+    label, title, columns = "inventory", "Inventory", INVENTORY_COLUMNS
+
+    def __init__(self, job: Job, *, ledgers: ScanFilter = EVERY_LEDGER, held: Frame | None = None) -> None:
         from bkctl.spark.jobs.entries import shares_of
         from bkctl.spark.jobs.inventory import damages, shares
 
         self._job = job
-        if held is None:
-            found = shares(job.session, job.bookies, ledger=ledgers.ledger, scope_id=ledgers.scope_id)
-        else:
-            found = shares_of(held)
+        found = shares(job.session, job.bookies, **ledgers._asdict()) if held is None else shares_of(held)
         self._shares = found.persist()
         self.damages = damages(self._shares).collect()
 
@@ -129,23 +126,25 @@ class InventoryResult(JobResult):
         job = self._job
         return totals(job.session, job.bookies, self._shares, Grouping(by.value), job.connection)
 
+    @property
+    def lines(self) -> list[str]:
+        return ["Bytes and entries in the entry logs; every copy of an entry counts."]
+
     def notes(self, shown: Sums) -> list[str]:
         return [f"{size_text(shown['size'])} in {counted(shown['entryCount'], 'entry')}"]
 
     def problems(self) -> list[BkctlError]:
         return [Corrupt(row.reason) for row in self.damages]
 
-    def sections(self) -> list[Section]:
+    def blocks(self) -> list[Plot | PageTable]:
         blocks: list[Plot | PageTable] = []
         for title, by, name_of in _PLOTS:
-            if by is InventoryBy.APPLICATION and self._job.connection is None:
-                continue
-            frame = self.rows(by)
-            blocks.append(Plot(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
-            blocks.append(table(frame, INVENTORY_COLUMNS[by]))
+            if by is not InventoryBy.APPLICATION or self._job.connection is not None:
+                frame = self.rows(by)
+                blocks.append(Plot(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
+                blocks.append(table(frame, self.columns[by]))
         by = InventoryBy.ENTRYLOG
-        blocks.append(table(self.rows(by), INVENTORY_COLUMNS[by]))
-        return [Section("Inventory", "Bytes and entries in the entry logs; every copy of an entry counts.", blocks)]
+        return [*blocks, table(self.rows(by), self.columns[by])]
 
 
 def _application_name(row: Any) -> str:
@@ -194,7 +193,7 @@ def integrity(
         bool, flag("--no-indexes", "Read entry logs and journals only: for copies without indexes.")
     ] = False,
     by: Annotated[
-        IntegrityBy, by_option("A row for each entry, or for each range of entries by ledger, bookie or log.")
+        IntegrityBy, flag("--by WHAT", "A row for each entry, or for each range of entries by ledger, bookie or log.")
     ] = IntegrityBy.ENTRY,
 ) -> None:
     """Check that each bookie has its entries, undamaged.
@@ -209,22 +208,24 @@ def integrity(
 
     $ bkctl pipeline integrity
     """
-    result_of = partial(IntegrityResult, ledgers=ledgers, indexes=not no_indexes)
-    show_result(run, given, "integrity", by, INTEGRITY_COLUMNS, result_of)
+    show_result(run, given, IntegrityResult, by, ledgers=ledgers, indexes=not no_indexes)
 
 
 class IntegrityResult(JobResult):
     """The findings of one run."""
 
-    def __init__(self, job: Job, *, ledgers: ScanFilter, indexes: bool = True, held: Frame | None = None) -> None:
+    label, title, columns = "integrity", "Integrity", INTEGRITY_COLUMNS
+
+    def __init__(
+        self, job: Job, *, ledgers: ScanFilter = EVERY_LEDGER, indexes: bool = True, held: Frame | None = None
+    ) -> None:
         from bkctl.spark.jobs.integrity import integrity
 
         assert job.connection is not None
         self._connection = job.connection
         self.result = integrity(
-            job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id,
-            indexes=indexes, held=held,
-        )  # fmt: skip
+            job.session, job.bookies, job.connection, **ledgers._asdict(), indexes=indexes, held=held
+        )
 
     def rows(self, by: IntegrityBy) -> Frame:
         from bkctl.spark.jobs.entry_ranges import entry_ranges
@@ -251,7 +252,7 @@ class IntegrityResult(JobResult):
             notes.append(f"Not checked, since their files are not given: {names}")
         return notes
 
-    def sections(self) -> list[Section]:
+    def blocks(self) -> list[Plot | PageTable]:
         from bkctl.spark.engine import functions_of
 
         findings = self.result.findings
@@ -260,8 +261,7 @@ class IntegrityResult(JobResult):
         for row in sorted(counts, key=lambda each: (each.bookieId, each.problem)):
             by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
         plot = Plot("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()][:BARS_MAX], unit="")
-        found = table(findings, INTEGRITY_COLUMNS[IntegrityBy.ENTRY], none="No findings.")
-        return [Section("Integrity", ". ".join(self.lines), [plot, found])]
+        return [plot, table(findings, self.columns[IntegrityBy.ENTRY], none="No findings.")]
 
 
 GarbageBy = StrEnum("GarbageBy", "ENTRYLOG BOOKIE LEDGER")
@@ -298,7 +298,9 @@ def garbage(
     run: Run,
     thresholds: ThresholdOptions,
     given: ForJob,
-    by: Annotated[GarbageBy, by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRYLOG,
+    by: Annotated[
+        GarbageBy, flag("--by WHAT", "A row for each entrylog, bookie, or orphaned ledger.")
+    ] = GarbageBy.ENTRYLOG,
 ) -> None:
     """Show live and dead bytes in all bookies' entry logs.
 
@@ -308,12 +310,13 @@ def garbage(
 
     $ bkctl pipeline garbage --by bookie
     """
-    result_of = partial(GarbageResult, thresholds=thresholds_of(run, thresholds))
-    show_result(run, given, "garbage", by, GARBAGE_COLUMNS, result_of)
+    show_result(run, given, GarbageResult, by, thresholds=thresholds_of(run, thresholds))
 
 
 class GarbageResult(JobResult):
     """The garbage of some bookies, read once for rows and page."""
+
+    label, title, columns = "garbage", "Garbage", GARBAGE_COLUMNS
 
     def __init__(self, job: Job, *, thresholds: Any) -> None:
         from bkctl.spark.jobs.garbage import garbage_shares, uses
@@ -331,7 +334,7 @@ class GarbageResult(JobResult):
 
     @cached_property
     def lines(self) -> list[str]:
-        sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
+        sums = Sums(self.rows(GarbageBy.BOOKIE).collect())
         orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger")
         return [
             f"{size_text(sums['totalSize'])} of entries in {counted(sums['logCount'], 'log')}, "
@@ -350,19 +353,18 @@ class GarbageResult(JobResult):
         found: list[BkctlError] = [Corrupt(row.reason) for row in damaged]
         return found + [error_named(row.problemType, row.problem) or BkctlError(row.problem) for row in unknown]
 
-    def sections(self) -> list[Section]:
-        tables = {by: (self.rows(by), GARBAGE_COLUMNS[by]) for by in GarbageBy}
+    def blocks(self) -> list[Plot | PageTable]:
+        tables = {by: (self.rows(by), self.columns[by]) for by in GarbageBy}
         bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRYLOG]
         of_bookies = [Bar(row.bookieId, _parts(row)) for row in top_rows(bookies[0])]
         of_logs = [Bar(f"{row.bookieId} {_log_text(row)}", _parts(row)) for row in top_rows(logs[0])]
-        blocks: list[Plot | PageTable] = [
+        return [
             Plot("Remaining and dead bytes by bookie", of_bookies),
             table(*bookies),
             Plot("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
             table(*logs),
             table(*tables[GarbageBy.LEDGER], title="Orphaned ledgers"),
         ]
-        return [Section("Garbage", self.lines[0], blocks)]
 
 
 def _parts(row: Any) -> dict[str, int]:
@@ -420,8 +422,9 @@ def journal_audit(
     given: ForJob,
     by: Annotated[
         AuditBy,
-        by_option(
-            "A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log."
+        flag(
+            "--by WHAT",
+            "A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log.",
         ),
     ] = AuditBy.JOURNAL,
 ) -> None:
@@ -437,20 +440,19 @@ def journal_audit(
     $ bkctl pipeline journal-audit
     """
     connects = run.access.names_metadata or (given.places == ([], None) and run.access.conf is None)
-    result_of = partial(JournalAuditResult, ledgers=ledgers)
-    show_result(run, given, "journal audit", by, AUDIT_COLUMNS, result_of, "Journals", connects=connects)
+    show_result(run, given, JournalAuditResult, by, connects=connects, ledgers=ledgers)
 
 
 class JournalAuditResult(JobResult):
     """The journals of some bookies, read once for rows and page."""
 
-    def __init__(self, job: Job, *, ledgers: ScanFilter, held: Frame | None = None) -> None:
+    label, title, columns = "journal audit", "Journals", AUDIT_COLUMNS
+
+    def __init__(self, job: Job, *, ledgers: ScanFilter = EVERY_LEDGER, held: Frame | None = None) -> None:
         from bkctl.spark.jobs.journal_audit import audit
 
         self._connection = job.connection
-        self._found = audit(
-            job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, held=held
-        )
+        self._found = audit(job.session, job.bookies, job.connection, **ledgers._asdict(), held=held)
 
     def rows(self, by: AuditBy) -> Frame:
         from bkctl.spark.jobs.entry_ranges import entry_ranges
@@ -463,7 +465,7 @@ class JournalAuditResult(JobResult):
 
     @cached_property
     def lines(self) -> list[str]:
-        sums = sums_of(self._found.journals.collect())
+        sums = Sums(self._found.journals.collect())
         return [
             f"A crash now would replay {sums['replayRecordCount']:,} records "
             f"({size_text(sums['replaySize'])}) of {sums.count:,} journals; {sums['unloggedCount']:,} entries "
@@ -481,22 +483,19 @@ class JournalAuditResult(JobResult):
         journals = self._found.journals.filter("problem IS NOT NULL OR recordsBehind > 0").count()
         return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()
 
-    def sections(self) -> list[Section]:
+    def blocks(self) -> list[Plot | PageTable]:
         from bkctl.spark.engine import functions_of
 
         journals = self._found.journals
         sizes = (
             journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")
         )
-        blocks: list[Plot | PageTable] = [
-            Plot(
-                "What a crash now would replay",
-                [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(sizes)],
-            ),
-            table(journals, AUDIT_COLUMNS[AuditBy.JOURNAL]),
-            table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY], title="Entries that no entry log holds"),
+        bars = [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(sizes)]
+        return [
+            Plot("What a crash now would replay", bars),
+            table(journals, self.columns[AuditBy.JOURNAL]),
+            table(self._found.unlogged, self.columns[AuditBy.ENTRY], title="Entries that no entry log holds"),
         ]
-        return [Section("Journals", self.lines[0], blocks)]
 
 
 _SUFFIX: Final = ".prom"
@@ -540,26 +539,24 @@ def report(
     $ bkctl pipeline report --save report.html
     $ bkctl pipeline report --textfile /var/lib/node_exporter/bkctl.prom
     """
-    saves = list(dict.fromkeys(save or ()))
-    check_pages(saves)
+    saves = NO_SAVES._replace(paths=list(dict.fromkeys(save or ())))
+    check_saves(saves, REPORT_COLUMNS, (PAGE,))
     _check_textfile(textfile)
-    if not saves and textfile is None:
+    if not saves.paths and textfile is None:
         raise UsageError("The report has no file", hint="add --save report.html")
     limits = thresholds_of(run, thresholds)
-    everything = ScanFilter(None, None)
     with read_job(run, JobOptions(spark, places, NO_SAVES), "report") as job:
         from bkctl.spark.jobs.entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.
         held = held_entries(job.session, job.bookies, None, None).persist()
-        checked = IntegrityResult(job, ledgers=everything, held=held)
-        sized = InventoryResult(job, ledgers=everything, held=held)
+        checked = IntegrityResult(job, held=held)
+        sized = InventoryResult(job, held=held)
         wasted = GarbageResult(job, thresholds=limits)
-        audited = JournalAuditResult(job, ledgers=everything, held=held)
+        audited = JournalAuditResult(job, held=held)
         inventory = sized.rows(InventoryBy.BOOKIE).collect()
-        sums = sums_of(inventory)
-        results = (sized, checked, wasted, audited)
-        sections = [section for result in results for section in result.sections()] if saves else []
+        sums = Sums(inventory)
+        sections = [result.section() for result in (sized, checked, wasted, audited)] if saves.paths else []
         parts = [
             (
                 "inventory", len(sized.damages),
@@ -574,7 +571,7 @@ def report(
             _write_textfile(
                 textfile, {name: count for name, count, _ in parts}, inventory, wasted.rows(GarbageBy.BOOKIE).collect()
             )
-    write_pages(saves, "Report", lambda: sections, job.bookies)
+    write_pages(saves.paths, "Report", lambda: sections, job.bookies)
     run.out.render(parts, REPORT_COLUMNS)
     run.out.finish_with(sum(count for _, count, _ in parts))
 

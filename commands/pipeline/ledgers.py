@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -253,14 +254,9 @@ def migrate_scope(
 
 
 def _show_copies(run: Run, rows: DataFrame, saves: Saves) -> None:
-    failed = 0
-
-    def count(row: Any) -> None:
-        nonlocal failed
-        failed += row.state in ("open", "failed")
-
-    frame_rows(run, rows, COPY_COLUMNS, saves, count)
-    run.out.finish_with(failed, "ledger was not copied", "ledgers were not copied")
+    states = Counter[str]()
+    frame_rows(run, rows, COPY_COLUMNS, saves, lambda row: states.update((row.state,)))
+    run.out.finish_with(states["open"] + states["failed"], "ledger was not copied", "ledgers were not copied")
 
 
 def _place(path: str) -> str:

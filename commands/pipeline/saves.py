@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,12 +95,6 @@ SAVE_OPTIONS: Final = _save_options(
 )
 #: For jobs without an HTML page.
 SaveRows = Annotated[Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json.")]
-
-
-def check_pages(paths: Iterable[str]) -> None:
-    """Raise an error unless each of the paths can be the page of a report, as `check_save`."""
-    for path in paths:
-        check_save(path, (PAGE,))
 
 
 def check_saves(saves: Saves, columns: Columns, forms: Sequence[str] = (*ROW_FORMS, PAGE)) -> None:
@@ -218,14 +211,24 @@ def frame_rows(
         files = [stack.enter_context(_new_row_file(Path(path), frame, columns, saves)) for path in saves.row_files]
 
         def rows() -> Iterator[Any]:
+            batch: list[Any] = []
             with plain_errors():
                 for row in frame.toLocalIterator(prefetchPartitions=True):
                     seen(row)
-                    for file in files:
-                        file.add(row)
+                    if files:
+                        batch.append(row)
+                    if len(batch) == ROW_GROUP_ROWS:
+                        _write_batch(files, batch)
                     yield row
+                _write_batch(files, batch)
 
         run.out.render(rows(), columns)
+
+
+def _write_batch(files: Iterable[Callable[[list[Any]], None]], batch: list[Any]) -> None:
+    for write in files if batch else ():
+        write(batch)
+    batch.clear()
 
 
 def _write_with_spark(frame: Any, saves: Saves) -> None:
@@ -243,80 +246,55 @@ def _write_with_spark(frame: Any, saves: Saves) -> None:
 
 
 @contextmanager
-def _new_row_file(path: Path, frame: Frame, columns: Columns, saves: Saves) -> Iterator[_RowFile]:
-    """Yield a file for rows that appears at `path`, or to append in that directory, once the block ends.
-
-    Raises AlreadyExists, OSError.
-    """
+def _new_file(path: Path, hint: str) -> Iterator[BinaryIO]:
+    """Yield a file that appears at `path` once the block ends. Raises AlreadyExists with the hint, OSError."""
     from bkctl.disk import atomic_write
 
-    run_at = None
-    if saves.append:
-        run_at = saves.run_at
-        path.mkdir(exist_ok=True)
-        path /= f"{run_at:%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}.parquet"
     try:
         with atomic_write(path, mode=0o666, overwrite=False) as stream:
-            file = _RowFile(stream, path.suffix.lower(), frame, columns, run_at)
-            yield file
-            file.finish()
+            yield stream
     except FileExistsError as error:
-        raise AlreadyExists(f"{path} exists", hint="it was created meanwhile; give another name") from error
+        raise AlreadyExists(f"{path} exists", hint=hint) from error
 
 
-class _RowFile:
-    """Rows to write to a file, in the format that the suffix of its name says."""
+@contextmanager
+def _new_row_file(path: Path, frame: Frame, columns: Columns, saves: Saves) -> Iterator[Callable[[list[Any]], None]]:
+    """Yield a function that writes rows to a file at `path`, or to append to one in that directory.
 
-    def __init__(self, stream: BinaryIO, form: str, frame: Frame, columns: Columns, run_at: datetime | None) -> None:
-        self._file, self._form = stream, form
-        #: Values that each row begins with.
-        self._head: dict[str, Any] = {} if run_at is None else {RUN_AT: run_at}
-        self._rows: list[Any] = []
-        self._count = 0
-        self._writer: Any = None
-        if self._form == ".parquet":
+    The suffix says the format. The file appears once the block ends. Raises AlreadyExists, OSError.
+    """
+    #: Values that each row begins with.
+    head: dict[str, Any] = {}
+    if saves.append:
+        head = {RUN_AT: saves.run_at}
+        path.mkdir(exist_ok=True)
+        path /= f"{saves.run_at:%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}.parquet"
+    with _new_file(path, "it was created meanwhile; give another name") as stream:
+        if path.suffix.lower() == ".parquet":
             import pyarrow.parquet
 
             from bkctl.spark.sources.columns import arrow_schema_of
 
-            head = [pyarrow.field(name, pyarrow.timestamp("us", "UTC")) for name in self._head]
-            self._schema = pyarrow.schema([*head, *arrow_schema_of(frame.schema)])
-            self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)
-        elif self._form == ".csv":
-            self._lines = Lines(columns, Output.CSV)
-            self._file.write((",".join(columns.names()) + "\n").encode())
-        else:
-            self._lines = Lines(columns, Output.JSON)
-
-    def add(self, row: Any) -> None:
-        """Add one row."""
-        self._rows.append(row)
-        if len(self._rows) >= ROW_GROUP_ROWS:
-            self._flush()
-
-    def finish(self) -> None:
-        """Write the remaining rows and the end of the format."""
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
-        elif self._form == ".json":
-            self._file.write(b"\n]\n" if self._count else b"[]\n")
-
-    def _flush(self) -> None:
-        rows, self._rows = self._rows, []
-        if not rows:
+            times = [pyarrow.field(name, pyarrow.timestamp("us", "UTC")) for name in head]
+            schema = pyarrow.schema([*times, *arrow_schema_of(frame.schema)])
+            with pyarrow.parquet.ParquetWriter(stream, schema) as writer:
+                yield lambda rows: writer.write_table(
+                    pyarrow.Table.from_pylist([head | row.asDict(recursive=True) for row in rows], schema)
+                )
             return
-        if self._writer is not None:
-            import pyarrow
+        is_json = path.suffix.lower() == ".json"
+        lines = Lines(columns, Output.JSON if is_json else Output.CSV)
+        if not is_json:
+            stream.write((",".join(columns.names()) + "\n").encode())
 
-            values = [self._head | row.asDict(recursive=True) for row in rows]
-            self._writer.write_table(pyarrow.Table.from_pylist(values, self._schema))
-        else:
-            text = self._lines.text(rows)
-            if self._form == ".json" and not self._count:
-                text = "[\n" + text[2:]
-            self._file.write(text.encode("utf-8", "backslashreplace"))
-        self._count += len(rows)
+        def write(rows: list[Any]) -> None:
+            text = lines.text(rows)
+            text = f"[{text[1:]}" if is_json and not stream.tell() else text
+            stream.write(text.encode("utf-8", "backslashreplace"))
+
+        yield write
+        if is_json:
+            stream.write(b"\n]\n" if stream.tell() else b"[]\n")
 
 
 #: Limits of a table and of a plot; the page shows the number of all rows.
@@ -410,10 +388,5 @@ def write_pages(paths: Sequence[str], title: str, sections: Callable[[], Sequenc
         return
     text = page(title, sections(), [bookie.bookie_id for bookie in bookies])
     for path in paths:
-        try:
-            with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except FileExistsError as error:
-            raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save") from error
+        with _new_file(Path(path), "remove it, or give another name to --save") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))

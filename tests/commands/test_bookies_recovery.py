@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.bookies.recover import move_columns
+from bkctl.commands.bookies.departure import move_columns
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import SAMPLE_ROWS

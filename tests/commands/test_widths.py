@@ -14,8 +14,7 @@ from support.command_line import CommandLine
 from bkctl.bookie.local import LocalCluster
 from bkctl.client.disk_space import BookieSpace
 from bkctl.columns import Column, Columns
-from bkctl.commands.bookies.departure import _step_columns
-from bkctl.commands.bookies.recover import loss_text, move_columns
+from bkctl.commands.bookies.departure import _step_columns, loss_text, move_columns
 from bkctl.commands.cluster import STATUS_COLUMNS, MemberRow
 from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import Output
