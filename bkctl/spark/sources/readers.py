@@ -97,7 +97,7 @@ class TableSource(DataSource, DataSourceReader):
 
     @property
     def pushFilters(self) -> Any:
-        """Return `take_filters` on request; as a method it would need Spark's filterPushdown.enabled in every session."""
+        """Return `take_filters` on request: as a method it would need Spark's filterPushdown.enabled everywhere."""
         return self.take_filters if self._takes_filters else super().pushFilters
 
     def take_filters(self, filters: list[Filter]) -> Iterable[Filter]:
