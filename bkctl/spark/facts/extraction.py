@@ -50,8 +50,7 @@ from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import damage_of, ledger_values
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.indexes import DatabaseRange, IndexedEntries, entry_rows
-from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of
-from bkctl.spark.sources.records import OpenLogs
+from bkctl.spark.sources.records import VALUES, OpenLogs, RecordRows, Selection, digest_of
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster

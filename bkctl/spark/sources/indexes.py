@@ -47,7 +47,7 @@ from bkctl.spark.sources.columns import LedgerColumns, damage_of, damage_row, le
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of, ids_by_scope, mask_of_ledgers
 from bkctl.spark.sources.places import bookie_id_at, local_paths, unseen
 from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
-from bkctl.spark.sources.record_rows import BATCH_ROWS
+from bkctl.spark.sources.records import BATCH_ROWS
 
 #: Index files of one partition at most.
 _FILES_MAX: Final = 1000
