@@ -472,7 +472,7 @@ class IndexExtract:
         self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter
     ) -> None:  # fmt: skip
         of_file = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
-        for batch in entry_rows(self._schema, entries, Conditions(), [of_file]):
+        for batch in entry_rows(self._schema, [entries], Conditions(), [of_file]):
             writer.add(batch)
         self._chunk.append(entries)
         self._count += len(entries.entry_ids)
@@ -545,8 +545,7 @@ def _entries_of_file(file: BookieFile) -> Iterator[IndexedEntries]:
 def _entries_of_databases(part: DatabaseRange) -> Iterator[IndexedEntries]:
     """Yield the entries of a pair of databases. Raises Corrupt where these are not there, or cannot be read."""
     try:
-        with part.reader(Conditions()) as reader:
-            yield from reader.entries()
+        yield from part.entries(Conditions())
     except PermissionError:
         raise
     except OSError as error:
