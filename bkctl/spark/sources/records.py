@@ -30,7 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, CorruptRecord, NotFound, Unsupported, UsageError
-from bkctl.files.directories import BookieDirectories
+from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
 from bkctl.files.listing import FILLER_TYPES
@@ -206,7 +206,7 @@ class RecordRows:
         self._content = [name for name in schema.names if name in BODY_COLUMNS]
         self._fields: list[npt.NDArray[np.int64]] = []
         self._offsets: list[npt.NDArray[np.int64]] = []
-        self._contents: list[list[pa.Array]] = []
+        self._contents: dict[str, pa.Array] = {}
         self._version = 1
         self._records: list[Record] = []
         self._count = 0
@@ -224,6 +224,7 @@ class RecordRows:
                 if self._records or (self._fields and self._version != batch.format_version):
                     yield self._flush()
                 self._add(batch)
+            # Bodies are of one window, and do not wait for those of the next one.
             if self._count >= BATCH_ROWS or (self._content and self._count):
                 yield self._flush()
         if self._count:
@@ -242,8 +243,7 @@ class RecordRows:
         self._offsets.append(offsets)
         self._version = batch.format_version
         self._count += len(fields)
-        if self._content:
-            self._contents.append([self._content_of(name, batch.window, fields, begins) for name in self._content])
+        self._contents = {name: self._content_of(name, batch.window, fields, begins) for name in self._content}
 
     def _flush(self) -> pa.RecordBatch:
         if self._records:
@@ -257,14 +257,9 @@ class RecordRows:
         else:
             fields = self._fields[0] if len(self._fields) == 1 else np.concatenate(self._fields)
             offsets = self._offsets[0] if len(self._offsets) == 1 else np.concatenate(self._offsets)
-            contents = {name: pa.concat_arrays(each) for name, each in zip(
-                self._content, zip(*self._contents, strict=True), strict=False)}  # fmt: skip
             ids = LedgerColumns(*ids_of(fields))
-            arrays = [
-                contents[field.name] if field.name in contents else self._column(field, fields, offsets, ids)
-                for field in self.schema
-            ]
-        self._fields, self._offsets, self._contents, self._count = [], [], [], 0
+            arrays = [self._column(field, fields, offsets, ids) for field in self.schema]
+        self._fields, self._offsets, self._count = [], [], 0
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def _column(
@@ -273,6 +268,8 @@ class RecordRows:
         name, count = field.name, len(fields)
         if name in self._constants:
             return constant(self._constants[name], count, field.type)
+        if name in self._contents:
+            return self._contents[name]
         if name in LEDGER_COLUMNS:
             return ids.column(name)
         if name in _FIELD_PLACES:
@@ -454,8 +451,10 @@ class RecordRowKind(StrEnum):
 class RecordSource(TableSource):
     """Plans and reads files of records; a subclass opens one kind of file."""
 
-    #: The column of the file's id: `logId` or `journalId`.
+    #: The column of the file's id, `logId` or `journalId`; the files to read of a bookie, and the id in a file's name.
     id_name: str
+    files_of: Callable[[BookieDirectories], Iterable[BookieFile]]
+    id_of: Callable[[str], int | None]
     known = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
     #: A running bookie writes into space that is allocated ahead.
     is_written_in_place = False
@@ -482,16 +481,10 @@ class RecordSource(TableSource):
         else:  # The same as of the command that reads such files.
             self.columns = (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS)
 
-    # Subclasses implement:
-
-    def list_places(self) -> list[Place]:
-        """Return the files to read. Raises as `resolve` does."""
-        raise AssertionError
-
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         """Yield the records that begin from byte `start` (0: the first) to byte `end` (None: all), unselected ones too.
 
-        Without `content` bodies may be cut short. Raises the error of damage.
+        Subclasses implement it. Without `content` bodies may be cut short. Raises the error of damage.
         """
         raise AssertionError
 
@@ -501,7 +494,7 @@ class RecordSource(TableSource):
         """Return the ranges, in the order of the files. Raises Conflict if files vanish at every attempt to plan."""
         for _ in range(_PLANS_MAX):
             accepts = self._conditions.accepts
-            listed = self.list_places()
+            listed = resolve(self.checked.paths(), self.files_of, self.id_of)
             places = [place for place in listed if all(accepts(*each) for each in self._constants(place).items())]
             with ThreadPoolExecutor(min(_PLANNERS_MAX, len(places)) or 1) as planners:
                 planned = list(planners.map(self._plan, places))
@@ -597,10 +590,9 @@ class EntryLogSource(RecordSource):
     """
 
     id_name = "logId"
+    files_of = staticmethod(BookieDirectories.entry_logs)
+    id_of = staticmethod(content_id_of)
     source = "bookkeeper.entrylog"
-
-    def list_places(self) -> list[Place]:
-        return resolve(self.checked.paths(), BookieDirectories.entry_logs, content_id_of)
 
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         with EntryLogReader.open(path) as reader:
@@ -706,12 +698,11 @@ class JournalSource(RecordSource):
     """
 
     id_name = "journalId"
+    files_of = staticmethod(BookieDirectories.journals)
+    id_of = staticmethod(journal_id_of)
     source = "bookkeeper.journal"
     is_written_in_place = True
     on_request = (*RecordSource.on_request, "masterKey")
-
-    def list_places(self) -> list[Place]:
-        return resolve(self.checked.paths(), BookieDirectories.journals, journal_id_of)
 
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         with JournalReader.open(path) as reader:
