@@ -180,6 +180,8 @@ VALUES: Final[dict[str, Callable[[Record, DigestType | None], Any]]] = {
 
 #: Rows of one Arrow batch, about.
 BATCH_ROWS: Final = 32_768
+#: Batches whose sums are kept apart.
+_SUMS_MAX: Final = 256
 #: Batches of fewer records are handled record by record.
 _COLUMN_RECORDS_MIN: Final = 8
 
@@ -326,44 +328,42 @@ class LedgerSums:
     def __init__(self, schema: pa.Schema, constants: dict[str, Any], selection: Selection) -> None:
         self.schema = schema
         self._constants, self._selection = constants, selection
-        self._sums: dict[tuple[int, int], list[int]] = {}
 
     def of(self, batches: Iterable[RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one row a ledger of all these records, in order of scope and ledger id."""
+        parts = [np.zeros((4, 0), np.uint64)]
         for batch in batches:
-            if _is_read_singly(batch):
-                for record in filter(self._selection.wants, batch.records()):
-                    if record.ledger is not NO_LEDGER:
-                        self._add(record.ledger, 1, record.record_size)
-            elif self._selection.wants_entries():
-                self._add_all(batch)
-        ids = sorted(self._sums)
-        for first in range(0, len(ids), BATCH_ROWS):
-            chosen = ids[first : first + BATCH_ROWS]
-            halves = np.array(chosen, np.uint64)
-            columns = LedgerColumns(halves[:, 0], halves[:, 1]).columns(self.schema)
-            sums = zip(*(self._sums[each] for each in chosen), strict=True)
-            columns |= {name: pa.array(values) for name, values in zip(("entryCount", "size"), sums, strict=True)}
-            yield from table_of(self.schema, columns, len(chosen), self._constants).to_batches()
+            parts.append(self._sums_of(batch))
+            if len(parts) > _SUMS_MAX:
+                parts = [_sums(*np.hstack(parts))]
+        sums = _sums(*np.hstack(parts))
+        sums = sums[:, np.lexsort((sums[1], sums[0]))]
+        for first in range(0, sums.shape[1], BATCH_ROWS):
+            scope_ids, ledger_ids, counts, sizes = sums[:, first : first + BATCH_ROWS]
+            columns = LedgerColumns(scope_ids, ledger_ids).columns(self.schema)
+            columns |= {"entryCount": pa.array(counts), "size": pa.array(sizes + counts * RECORD_SIZE.size)}
+            yield from table_of(self.schema, columns, len(counts), self._constants).to_batches()
 
-    def _add_all(self, batch: RecordBatch) -> None:
+    def _sums_of(self, batch: RecordBatch) -> npt.NDArray[np.uint64]:
+        if _is_read_singly(batch):
+            records = [each for each in filter(self._selection.wants, batch.records()) if each.ledger is not NO_LEDGER]
+            return np.array([(*each.ledger, 1, each.record_size) for each in records], np.uint64).reshape(-1, 4).T
         fields = fields_of(batch)
-        mask = self._selection.mask(batch, fields)
-        if mask is not None:
-            fields = fields[mask]
-        rows, scope_ids, ledger_ids = LedgerColumns(*ids_of(fields)).distinct
-        places = rows.to_numpy()
-        counts = np.bincount(places, minlength=len(ledger_ids)).tolist()
-        sizes = np.zeros(len(ledger_ids), np.int64)
-        np.add.at(sizes, places, fields[:, 0])
-        keys = zip(scope_ids.tolist(), ledger_ids.tolist(), strict=True)
-        for ledger, count, size in zip(keys, counts, sizes.tolist(), strict=True):
-            self._add(ledger, count, size)
+        mask = (
+            self._selection.mask(batch, fields) if self._selection.wants_entries() else np.zeros(len(fields), np.bool_)
+        )
+        fields = fields if mask is None else fields[mask]
+        return _sums(*ids_of(fields), None, fields[:, 0])
 
-    def _add(self, ledger: tuple[int, int], count: int, record_size: int) -> None:
-        sums = self._sums.setdefault((ledger[0], ledger[1]), [0, 0])
-        sums[0] += count
-        sums[1] += record_size + count * RECORD_SIZE.size
+
+def _sums(
+    scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64],
+    counts: npt.NDArray[Any] | None, sizes: npt.NDArray[Any],
+) -> npt.NDArray[np.uint64]:  # fmt: skip
+    """Return the distinct ledgers, a column each: scope id, ledger id, the sums of counts (None: 1 a row) and sizes."""
+    rows, scope_ids, ledger_ids = LedgerColumns(scope_ids, ledger_ids).distinct
+    sums = (np.bincount(rows.to_numpy(), each, len(ledger_ids)).astype(np.uint64) for each in (counts, sizes))
+    return np.stack((scope_ids, ledger_ids, *sums))
 
 
 def _is_read_singly(batch: RecordBatch) -> bool:
