@@ -50,7 +50,7 @@ from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import damage_of, ledger_values
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.indexes import DatabaseRange, IndexedEntries, entry_rows
-from bkctl.spark.sources.records import VALUES, OpenLogs, RecordRows, Selection, digest_of
+from bkctl.spark.sources.records import DATA_TYPES, VALUES, OpenLogs, RecordRows, digest_of
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -321,7 +321,8 @@ def _rows_of(table: str, reader: EntryLogReader | JournalReader, damage: list[Bk
     """Yield the rows of `table` and their `type`, without columns of the whole file; damage goes to `damage`."""
     fields = [field for field in arrow_schema(table) if field.name in VALUES and field.name != "type"]
     schema = pa.schema([*fields, pa.field("type", pa.string())])
-    return RecordRows(schema, {}, Selection(Conditions(), None), None).of(_before_damage(reader.batches(), damage))
+    rows = RecordRows(schema, {}, Conditions({"type": DATA_TYPES}), None)
+    return rows.of(_before_damage(reader.batches(), damage))
 
 
 def _before_damage(rows: Iterator[_T], damage: list[BkctlError]) -> Iterator[_T]:

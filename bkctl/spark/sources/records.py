@@ -16,7 +16,7 @@ because records are not searched for: each follows the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,49 +77,31 @@ def ids_of(
     return (None if fields.shape[1] == 5 else np.ascontiguousarray(fields[:, 2]).view(np.uint64)), ledger_ids
 
 
-def offsets_of(batch: RecordBatch) -> npt.NDArray[np.int64]:
-    """Return the offset of each record in its file."""
-    return np.asarray(batch.begins, np.int64) + batch.window_offset
+#: Types of the records that are selected without the option `types`.
+DATA_TYPES: Final = frozenset(each.value for each in RecordType if each not in FILLER_TYPES)
 
 
-class Selection(NamedTuple):
-    """Records that meet the `conditions`, of these `types` (None: all but padding and ledgers maps)."""
+def wants(conditions: Conditions, record: Record) -> bool:
+    """Return whether a record meets the conditions, among them those on its `type`."""
+    if conditions.about_ledgers and (record.ledger is NO_LEDGER or not conditions.accepts_ledger(record.ledger)):
+        return False
+    values = {"type": record.type.value, "entryId": record.entry_id, "offset": record.offset}
+    return all(conditions.accepts(*each) for each in values.items())
 
-    conditions: Conditions
-    types: Collection[str] | None
 
-    def wants(self, record: Record) -> bool:
-        """Return whether this record is selected."""
-        conditions, types = self
-        if record.type in FILLER_TYPES if types is None else record.type.value not in types:
-            return False
-        if conditions.about_ledgers and (record.ledger is NO_LEDGER or not conditions.accepts_ledger(record.ledger)):
-            return False
-        return (
-            conditions.accepts("type", record.type.value)
-            and conditions.accepts("entryId", record.entry_id)
-            and conditions.accepts("offset", record.offset)
+def wanted_entries(conditions: Conditions, batch: RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the header fields and the begins in their window of the plain entries that meet the conditions."""
+    fields, begins = fields_of(batch), np.asarray(batch.begins, np.int64)
+    if not conditions.accepts("type", RecordType.ENTRY.value):
+        return fields[:0], begins[:0]
+    mask = all_of(
+        (
+            conditions.ledger_mask(*ids_of(fields)) if conditions.about_ledgers else None,
+            conditions.mask("entryId", fields[:, -3]),
+            conditions.mask("offset", begins + batch.window_offset),
         )
-
-    def wants_entries(self) -> bool:
-        """Return whether plain entries can be selected."""
-        name = RecordType.ENTRY.value
-        return (self.types is None or name in self.types) and self.conditions.accepts("type", name)
-
-    def mask(self, batch: RecordBatch, fields: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Return which plain entries of `batch`, whose header fields are `fields`, are selected; None: all."""
-        conditions = self.conditions
-        if not (conditions.values or conditions.first or conditions.last or conditions.ledgers is not None):
-            return None
-        scope_ids, ledger_ids = ids_of(fields)
-        found = all_of(
-            (
-                conditions.ledger_mask(scope_ids, ledger_ids),
-                conditions.mask("entryId", fields[:, -3]),
-                conditions.mask("offset", offsets_of(batch)),
-            )
-        )
-        return None if found is None or found.all() else found
+    )
+    return (fields, begins) if mask is None or mask.all() else (fields[mask], begins[mask])
 
 
 # --- single records ---------------------------------------------------------------------------------------------------
@@ -201,10 +183,10 @@ class RecordRows:
     """
 
     def __init__(
-        self, schema: pa.Schema, constants: dict[str, Any], selection: Selection, digest_type: DigestType | None
+        self, schema: pa.Schema, constants: dict[str, Any], conditions: Conditions, digest_type: DigestType | None
     ) -> None:
         self.schema = schema
-        self._constants, self._selection, self._digest_type = constants, selection, digest_type
+        self._constants, self._conditions, self._digest_type = constants, conditions, digest_type
         self._content = [name for name in schema.names if name in BODY_COLUMNS]
         self._fields: list[npt.NDArray[np.int64]] = []
         self._offsets: list[npt.NDArray[np.int64]] = []
@@ -219,7 +201,7 @@ class RecordRows:
             if _is_read_singly(batch):
                 if self._fields:
                     yield self._flush()
-                wanted = [record for record in batch.records() if self._selection.wants(record)]
+                wanted = [record for record in batch.records() if wants(self._conditions, record)]
                 self._records += wanted
                 self._count += len(wanted)
             else:
@@ -233,16 +215,11 @@ class RecordRows:
             yield self._flush()
 
     def _add(self, batch: RecordBatch) -> None:
-        if not self._selection.wants_entries():
-            return
-        fields, offsets, begins = fields_of(batch), offsets_of(batch), np.asarray(batch.begins, np.int64)
-        mask = self._selection.mask(batch, fields)
-        if mask is not None:
-            fields, offsets, begins = fields[mask], offsets[mask], begins[mask]
+        fields, begins = wanted_entries(self._conditions, batch)
         if not len(fields):
             return
         self._fields.append(fields)
-        self._offsets.append(offsets)
+        self._offsets.append(begins + batch.window_offset)
         self._version = batch.format_version
         self._count += len(fields)
         self._contents = {name: self._content_of(name, batch.window, fields, begins) for name in self._content}
@@ -325,9 +302,9 @@ class LedgerSums:
     Bytes include size fields. Records without a ledger do not count.
     """
 
-    def __init__(self, schema: pa.Schema, constants: dict[str, Any], selection: Selection) -> None:
+    def __init__(self, schema: pa.Schema, constants: dict[str, Any], conditions: Conditions) -> None:
         self.schema = schema
-        self._constants, self._selection = constants, selection
+        self._constants, self._conditions = constants, conditions
 
     def of(self, batches: Iterable[RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one row a ledger of all these records, in order of scope and ledger id."""
@@ -346,13 +323,10 @@ class LedgerSums:
 
     def _sums_of(self, batch: RecordBatch) -> npt.NDArray[np.uint64]:
         if _is_read_singly(batch):
-            records = [each for each in filter(self._selection.wants, batch.records()) if each.ledger is not NO_LEDGER]
-            return np.array([(*each.ledger, 1, each.record_size) for each in records], np.uint64).reshape(-1, 4).T
-        fields = fields_of(batch)
-        mask = (
-            self._selection.mask(batch, fields) if self._selection.wants_entries() else np.zeros(len(fields), np.bool_)
-        )
-        fields = fields if mask is None else fields[mask]
+            wanted = (record for record in batch.records() if wants(self._conditions, record))
+            rows = [(*record.ledger, 1, record.record_size) for record in wanted if record.ledger is not NO_LEDGER]
+            return np.array(rows, np.uint64).reshape(-1, 4).T
+        fields, _ = wanted_entries(self._conditions, batch)
         return _sums(*ids_of(fields), None, fields[:, 0])
 
 
@@ -469,6 +443,7 @@ class RecordSource(TableSource):
         for name in self._types or ():
             if name not in [*RecordType]:
                 raise UsageError(f"{self.source}: option types {name!r}: one of {', '.join(RecordType)} is needed")
+        self._conditions.values["type"] = self._types or DATA_TYPES
         self.texts = ("type", "file", f"{self.id_name}Hex", "bookieId")
         self.integers = ("entryId", "offset", self.id_name)
         of_ledgers = LEDGER_COLUMNS if self._types is None else ()
@@ -516,10 +491,9 @@ class RecordSource(TableSource):
         if isinstance(partition, Range):
             place, damages = partition.place, list[dict[str, Any]]()
             schema, constants = self._schema, self._constants(place)
-            selection = Selection(self._conditions, self._types)
-            rows: RecordRows | LedgerSums = LedgerSums(schema, constants, selection)
+            rows: RecordRows | LedgerSums = LedgerSums(schema, constants, self._conditions)
             if self._rows is RecordRowKind.RECORDS:
-                rows = RecordRows(schema, constants, selection, self._digest_type)
+                rows = RecordRows(schema, constants, self._conditions, self._digest_type)
             yield from rows.of(self._up_to_damage(partition, damages))
             for damage in damages:
                 yield damage_row(schema, damage, **constants)
