@@ -48,7 +48,7 @@ from bkctl.formats.entry_log import HEADER_SIZE, content_id_of
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import NO_LEDGER, RECORD_SIZE, RECORD_SIZE_BYTES_MAX, Record, RecordType
 from bkctl.ids import to_signed
-from bkctl.spark.sources.columns import DAMAGE, LedgerColumns, constant, damage_of, damage_row, table_of
+from bkctl.spark.sources.columns import DAMAGE, LedgerColumns, damage_of, damage_row, table_of
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of
 from bkctl.spark.sources.options import Mode
 from bkctl.spark.sources.places import Place, resolve, unseen
@@ -225,46 +225,29 @@ class RecordRows:
         self._contents = {name: self._content_of(name, batch.window, fields, begins) for name in self._content}
 
     def _flush(self) -> pa.RecordBatch:
+        names, constants, count = self.schema.names, self._constants, self._count
         if self._records:
-            records, self._records = self._records, []
-            arrays = [
-                constant(self._constants[field.name], len(records), field.type)
-                if field.name in self._constants
-                else pa.array([VALUES[field.name](record, self._digest_type) for record in records], field.type)
-                for field in self.schema
-            ]
+            columns = {
+                name: pa.array([VALUES[name](record, self._digest_type) for record in self._records], kind)
+                for name, kind in zip(names, self.schema.types, strict=True)
+                if name in VALUES
+            }
         else:
-            fields = self._fields[0] if len(self._fields) == 1 else np.concatenate(self._fields)
-            offsets = self._offsets[0] if len(self._offsets) == 1 else np.concatenate(self._offsets)
-            ids = LedgerColumns(*ids_of(fields))
-            arrays = [self._column(field, fields, offsets, ids) for field in self.schema]
-        self._fields, self._offsets, self._count = [], [], 0
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
-
-    def _column(
-        self, field: pa.Field, fields: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], ids: LedgerColumns
-    ) -> pa.Array:
-        name, count = field.name, len(fields)
-        if name in self._constants:
-            return constant(self._constants[name], count, field.type)
-        if name in self._contents:
-            return self._contents[name]
-        if name in LEDGER_COLUMNS:
-            return ids.column(name)
-        if name in _FIELD_PLACES:
-            return pa.array(np.ascontiguousarray(fields[:, _FIELD_PLACES[name]]))
-        if name == "offset":
-            return pa.array(offsets)
-        if name == "size":
-            overheads = self._overheads(fields)
-            if overheads is None:
-                return pa.nulls(count, field.type)
-            sizes = fields[:, 0] - overheads
-            return pa.array(sizes, mask=sizes < 0)
-        if name == "digestType" and self._version == 2:
-            return pa.array(_DIGEST_NAMES).take(pa.array(fields[:, 1] & 0x0F))
-        value = {"formatVersion": self._version, "type": RecordType.ENTRY.value}.get(name)
-        return constant(value, count, field.type)
+            fields, offsets = (
+                each[0] if len(each) == 1 else np.concatenate(each) for each in (self._fields, self._offsets)
+            )
+            columns = LedgerColumns(*ids_of(fields)).columns(self.schema) | self._contents
+            numbers = {name: fields[:, place] for name, place in _FIELD_PLACES.items()} | {"offset": offsets}
+            columns |= {name: pa.array(np.ascontiguousarray(numbers[name])) for name in names if name in numbers}
+            if "size" in names and (overheads := self._overheads(fields)) is not None:
+                sizes = fields[:, 0] - overheads
+                columns["size"] = pa.array(sizes, mask=sizes < 0)
+            if "digestType" in names and self._version == 2:
+                columns["digestType"] = pa.array(_DIGEST_NAMES).take(pa.array(fields[:, 1] & 0x0F))
+            constants = {**constants, "formatVersion": self._version, "type": RecordType.ENTRY.value}
+        self._fields, self._offsets, self._records, self._count = [], [], [], 0
+        (rows,) = table_of(self.schema, columns, count, constants).to_batches()
+        return rows
 
     def _overheads(self, fields: npt.NDArray[np.int64]) -> Any:
         """Return the bytes before the payload of each entry; None if unknown (version 1 without a digest type)."""
