@@ -140,7 +140,7 @@ class MetadataSource(TableSource):
             yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _rows(self, part: _Part) -> Iterator[LedgerRow | dict[str, Any]]:
-        """Yield the rows of ledgers, and those of damage as dictionaries."""
+        """Yield a row for each ledger, and a dictionary for damage."""
         if isinstance(part, dict):
             yield part
         elif isinstance(part, ExportSection):

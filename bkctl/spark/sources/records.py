@@ -208,7 +208,7 @@ class RecordRows:
                 if self._records or (self._fields and self._version != batch.format_version):
                     yield self._flush()
                 self._add(batch)
-            # Bodies are of one window, and do not wait for those of the next one.
+            # Bodies are of one window: rows with them do not wait for the next window.
             if self._count >= BATCH_ROWS or (self._content and self._count):
                 yield self._flush()
         if self._count:
