@@ -57,9 +57,8 @@ def require_spark() -> None:
     if java is None:
         raise _java_error("java is not on PATH")
     try:
-        version = subprocess.run(
-            [java, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False
-        )  # fmt: skip
+        command = [java, "-version"]
+        version = subprocess.run(command, capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False)
     except OSError as error:
         raise _java_error(f"{java} does not run: {error.strerror or error}") from error
     found = re.search(r'version "(\d+)', version.stderr + version.stdout)
@@ -409,12 +408,11 @@ def report_progress(session: SparkSession, report: Callable[[int, int], None]) -
     def poll() -> None:
         while not done.wait(_PERIOD_S):
             with suppress(Exception):  # Spark may end between two questions; progress must not fail the job.
-                for stage_id in tracker.getActiveStageIds():
-                    info = tracker.getStageInfo(stage_id)
-                    if info is not None:
+                active = set(tracker.getActiveStageIds())
+                for stage_id in active:
+                    if (info := tracker.getStageInfo(stage_id)) is not None:
                         stages[stage_id] = info.numCompletedTasks, info.numTasks
                 # A stage that is no longer active is complete.
-                active = set(tracker.getActiveStageIds())
                 for stage_id in stages.keys() - active:
                     stages[stage_id] = stages[stage_id][1], stages[stage_id][1]
             report(sum(finished for finished, _ in stages.values()), sum(known for _, known in stages.values()))

@@ -164,7 +164,7 @@ def export(
     if not overwrite and "://" not in path and Path(path).exists():
         raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
     with spark_job(run, spark, "export", saves, EXPORT_COLUMNS) as session:
-        from bkctl.spark.jobs.archive import export_ledgers, former_exports
+        from bkctl.spark.jobs.copying import export_ledgers, former_exports
 
         former = [] if since is None else former_exports(session, _place(since), _place(path))
         if since is not None:
@@ -214,7 +214,7 @@ def import_(
     if "://" not in path and not Path(path, "counts", "_SUCCESS").exists():
         raise NotFound(f"{path} is not a complete export", hint="create one with 'bkctl pipeline export'")
     with spark_job(run, spark, "import", saves, COPY_COLUMNS) as session:
-        from bkctl.spark.jobs.archive import import_ledgers
+        from bkctl.spark.jobs.copying import import_ledgers
 
         rows = import_ledgers(session, _place(path), options, to_scope_id=to_scope_id, dry_run=run.dry_run)
         _show_copies(run, rows, saves)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bkctl.metadata.cluster import open_cluster
-from bkctl.spark.jobs.archive import export_ledgers
+from bkctl.spark.jobs.copying import export_ledgers
 from bkctl.spark.session import spark_session
 from bkctl.spark.sources.ledger_source import LedgerSource
 

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,6 @@ from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.journal import JournalReader
-from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME, DATABASE_NAMES
@@ -51,12 +50,13 @@ from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import damage_of, ledger_values
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.indexes import DatabaseRange, IndexedEntries, entry_rows
-from bkctl.spark.sources.record_rows import VALUES, RecordRows, Selection, digest_of
-from bkctl.spark.sources.records import OpenLogs
+from bkctl.spark.sources.records import DATA_TYPES, VALUES, OpenLogs, RecordRows, digest_of
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
     from bkctl.spark.jobs.bookies import BookieFiles
+
+_T = TypeVar("_T")
 
 #: Tables whose rows are kept for each log, for the next extract.
 _PIECES: Final = ("ledgers", "damages")
@@ -251,8 +251,7 @@ class _Extract:
             self._new_part("evidence", "index") as evidence,
             self._new_part("damages", "index") as damages,
         ):
-            for damage in index.write(writer, evidence):
-                damages.add_rows([{**damage, "source": "index"}])
+            damages.add_rows({**damage, "source": "index"} for damage in index.write(writer, evidence))
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -320,14 +319,16 @@ class _Extract:
 
 def _rows_of(table: str, reader: EntryLogReader | JournalReader, damage: list[BkctlError]) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `table` and their `type`, without columns of the whole file; damage goes to `damage`."""
-
-    def before_damage() -> Iterator[RecordBatch]:
-        with _noting(damage):
-            yield from reader.batches()
-
     fields = [field for field in arrow_schema(table) if field.name in VALUES and field.name != "type"]
     schema = pa.schema([*fields, pa.field("type", pa.string())])
-    return RecordRows(schema, {}, Selection(Conditions(), None), None).of(before_damage())
+    rows = RecordRows(schema, {}, Conditions({"type": DATA_TYPES}), None)
+    return rows.of(_before_damage(reader.batches(), damage))
+
+
+def _before_damage(rows: Iterator[_T], damage: list[BkctlError]) -> Iterator[_T]:
+    """Yield the rows before damage, which goes to `damage`."""
+    with _noting(damage):
+        yield from rows
 
 
 @contextmanager
@@ -444,63 +445,35 @@ class IndexExtract:
         self._chunk: list[IndexedEntries] = []
         self._count = 0
         self._logs = OpenLogs()
-        self._damages: list[dict[str, Any]] = []
 
     def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[dict[str, Any]]:
         """Write the entries and the evidence; yield each damage."""
         with closing(self._logs):
             for directory in self._bookie.index_dirs:
                 for path, scoped, entries in self._sources(BookieDirectories((), (), [directory])):
-                    for found in self._before_damage(path, entries):
+                    damage: list[BkctlError] = []
+                    for found in _before_damage(entries, damage):
                         self._add(found, path, scoped, writer, evidence)
-                yield from self._damages
-                self._damages.clear()
+                    yield from (damage_of(error, path) for error in damage)
             self._compare(evidence)
 
     def _sources(self, directories: BookieDirectories) -> Iterator[tuple[str, bool, Iterator[IndexedEntries]]]:
-        """Yield path, scope and entries of each file and database; what cannot be opened goes to the damages."""
+        """Yield path, scope and entries of each file and database, which is opened for its first entry."""
         with BookieIndexes(directories) as indexes:
             for file in indexes.files():
-                path = str(file.path)
-                with self._noting_in(path), LedgerIndexReader.open(file.path) as reader:
-                    ledger = file.id
-                    assert isinstance(ledger, LedgerId)
-                    yield path, file.scoped, (IndexedEntries.of_page(ledger, *page) for page in reader.pages())
+                yield str(file.path), file.scoped, _entries_of_file(file)
         databases = {
             (file.path.parent, file.scoped) for file in directories.rocksdbs() if file.path.name in DATABASE_NAMES
         }
         for current, scoped in sorted(databases):
             part = DatabaseRange(str(current), scoped, self._bookie.bookie_id)
-            path = str(part.path("locations"))
-            try:
-                with part.reader(Conditions()) as reader:
-                    yield path, scoped, reader.entries()
-            except PermissionError:
-                raise
-            except OSError as error:
-                problem = BkctlError(f"{path} cannot be read: {error.strerror or error}")
-                self._damages.append(damage_of(problem, path))
-            except (Corrupt, NotFound, Unsupported, UsageError) as error:
-                self._damages.append(damage_of(error, path))
-
-    def _before_damage(self, path: str, entries: Iterator[IndexedEntries]) -> Iterator[IndexedEntries]:
-        """Yield the entries before damage, which goes to the damages."""
-        with self._noting_in(path):
-            yield from entries
-
-    @contextmanager
-    def _noting_in(self, path: str) -> Iterator[None]:
-        """Add damage that ends the block to the damages, unless the bookie has deleted the ledger."""
-        found: list[BkctlError] = []
-        with suppress(NotFound), _noting(found):
-            yield
-        self._damages += (damage_of(error, path) for error in found)
+            yield str(part.path("locations")), scoped, _entries_of_databases(part)
 
     def _add(
         self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter
     ) -> None:  # fmt: skip
         of_file = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
-        for batch in entry_rows(self._schema, entries, Conditions(), [of_file]):
+        for batch in entry_rows(self._schema, [entries], Conditions(), [of_file]):
             writer.add(batch)
         self._chunk.append(entries)
         self._count += len(entries.entry_ids)
@@ -560,3 +533,23 @@ class IndexExtract:
                         digest, is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record)
                     found |= {"digest": digest, "record": record if is_evidence else None}
                 yield {"logId": log_id, "scoped": scoped, "offset": offset, "candidate": candidate, **found}
+
+
+def _entries_of_file(file: BookieFile) -> Iterator[IndexedEntries]:
+    """Yield the entries of an index file; none of a ledger that the bookie has deleted."""
+    assert isinstance(file.id, LedgerId)
+    with suppress(NotFound), LedgerIndexReader.open(file.path) as reader:
+        for page in reader.pages():
+            yield IndexedEntries.of_page(file.id, *page)
+
+
+def _entries_of_databases(part: DatabaseRange) -> Iterator[IndexedEntries]:
+    """Yield the entries of a pair of databases. Raises Corrupt where these are not there, or cannot be read."""
+    try:
+        yield from part.entries(Conditions())
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise Corrupt(f"{part.path('locations')} cannot be read: {error.strerror or error}") from error
+    except (NotFound, UsageError) as error:
+        raise Corrupt(str(error)) from error

@@ -28,6 +28,7 @@ from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, KeptFrames, map_rows, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters, open_store
 from bkctl.spark.jobs.entries import (
+    Ids,
     absent_bookies,
     damages,
     fragments_of,
@@ -35,16 +36,16 @@ from bkctl.spark.jobs.entries import (
     promise_counts,
     promised_blocks,
     read_metadata,
+    unfold,
     with_holder_count,
 )
-from bkctl.spark.jobs.entry_blocks import Ids, unfold
 from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
     from bkctl.spark.jobs.bookies import Bookies
-    from bkctl.spark.jobs.entry_blocks import Mask
+    from bkctl.spark.jobs.entries import Mask
 
 INTACT: Final = "intact"
 #: Fragments of more entries are not compared: a number in metadata may be damaged, and no files hold so much.

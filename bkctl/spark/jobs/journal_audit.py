@@ -34,8 +34,7 @@ from bkctl.spark.jobs.bookie_records import (
     with_ledger_ids,
 )
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.entries import held_entries, journaled_entries, log_damages
-from bkctl.spark.jobs.entry_blocks import unfold
+from bkctl.spark.jobs.entries import held_entries, journaled_entries, log_damages, unfold
 from bkctl.spark.jobs.garbage import ledger_states
 from bkctl.spark.jobs.integrity import look_again, look_at
 from bkctl.spark.sources.columns import DAMAGE

@@ -117,9 +117,14 @@ def _sql(*values: str | int | Expression) -> str:
     return ", ".join(str(value) if isinstance(value, int) else column(value).sql for value in values)
 
 
+def _list(form: str) -> Callable[..., Expression]:
+    """Return a function that puts any number of values into the one pair of braces of `form`, between commas."""
+    return lambda *values: Expression(form.format(_sql(*values)))
+
+
 def _same(name: str) -> Callable[..., Expression]:
     """Return the function of DuckDB with this name, which does the same as Spark's."""
-    return lambda *values: Expression(f"{name}({_sql(*values)})")
+    return _list(f"{name}({{}})")
 
 
 def _as(form: str) -> Callable[..., Expression]:
@@ -144,6 +149,8 @@ class LocalFunctions:
 
     col = staticmethod(column)
     lit = staticmethod(_value)
+    #: A value where a condition is met.
+    when = staticmethod(lambda condition, value: Case("").when(condition, value))
     #: SQL that both engines take.
     expr = staticmethod(lambda sql: Expression(f"({sql})"))
     coalesce = _same("COALESCE")
@@ -157,11 +164,6 @@ class LocalFunctions:
     pmod = _as("((({0} % {1}) + {1}) % {1})")
     #: A number as a text: from base 16 to base 10, as jobs call it.
     conv = _as("CAST(CAST('0x' || {} AS UBIGINT) AS VARCHAR)")
-
-    @staticmethod
-    def when(condition: Expression, value: Any) -> Case:
-        """Return `value` where the condition is met."""
-        return Case("").when(condition, value)
 
     @staticmethod
     def lpad(value: str | Expression, size: int, filler: str) -> Expression:
@@ -192,9 +194,7 @@ class LocalFunctions:
     filter = _of_items("LIST_FILTER")
     transform = _of_items("LIST_TRANSFORM")
 
-    @staticmethod
-    def array(*values: str | Expression) -> Expression:
-        return Expression(f"[{_sql(*values)}]")
+    array = _list("[{}]")
 
     @staticmethod
     def concat(*values: str | Expression) -> Expression:
@@ -228,6 +228,5 @@ class LocalFunctions:
         assert ignorenulls
         return Expression(f"ANY_VALUE({_sql(value)})")
 
-    @staticmethod
-    def broadcast(frame: Any) -> Any:
-        return frame
+    #: All rows are in one process.
+    broadcast = staticmethod(lambda frame: frame)

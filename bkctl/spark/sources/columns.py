@@ -6,6 +6,7 @@ Names are the same as in the commands' JSON objects. Ids of scopes and ledgers c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -56,7 +57,6 @@ class LedgerColumns:
         import numpy as np
         import pyarrow as pa
 
-        kind = pa.string() if name == "ledgerQualifiedName" else pa.decimal128(20, 0)
         rows, scope_ids, ledger_ids = self.distinct
         if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
@@ -65,7 +65,7 @@ class LedgerColumns:
             texts = halves.tobytes().hex().encode()
             values = pa.StringArray.from_buffers(len(halves), pa.py_buffer(offsets), pa.py_buffer(texts))
         else:
-            values = pa.array(scope_ids if name == "ledgerScopeId" else ledger_ids).cast(kind)
+            values = pa.array(scope_ids if name == "ledgerScopeId" else ledger_ids).cast(pa.decimal128(20, 0))
         return values.take(rows)
 
     def columns(self, schema: pa.Schema) -> dict[str, pa.Array]:
@@ -143,8 +143,7 @@ def arrow_schema(ddl: str) -> pa.Schema:
     """Return the columns of a DDL text as an Arrow schema; timestamps are UTC."""
     import pyarrow as pa
 
-    pairs = (column.strip().partition(" ") for column in _split(ddl))
-    return pa.schema([(name.strip("`"), arrow_type(kind.strip())) for name, _, kind in pairs])
+    return pa.schema(list(_fields(ddl)))
 
 
 def arrow_schema_of(schema: StructType | pa.Schema) -> pa.Schema:
@@ -160,21 +159,23 @@ def arrow_type(text: str) -> pa.DataType:
 
     outer, bracket, inner = text.removesuffix(">").partition("<")
     if bracket:
-        parts = list(_split(inner))
         if outer == "array":
             return pa.list_(arrow_type(inner))
-        if outer == "map":
-            key, value = map(arrow_type, parts)
-            return pa.map_(key, value)
-        return pa.struct([(name, arrow_type(kind)) for name, _, kind in (part.partition(":") for part in parts)])
-    if text.startswith("decimal"):
-        precision, scale = text.removeprefix("decimal(").removesuffix(")").split(",")
-        return pa.decimal128(int(precision), int(scale))
+        return pa.map_(*map(arrow_type, _split(inner))) if outer == "map" else pa.struct(list(_fields(inner)))
+    if decimal := re.fullmatch(r"decimal\((\d+),(\d+)\)", text):
+        return pa.decimal128(int(decimal[1]), int(decimal[2]))
     types: dict[str, pa.DataType] = {
         "string": pa.string(), "bigint": pa.int64(), "int": pa.int32(), "boolean": pa.bool_(), "binary": pa.binary(),
         "double": pa.float64(), "timestamp": pa.timestamp("us", "UTC"),
     }  # fmt: skip
     return types[text]
+
+
+def _fields(text: str) -> Iterator[tuple[str, pa.DataType]]:
+    """Yield the names and types of columns, or of a struct's fields."""
+    for part in _split(text):
+        name, kind = re.split(r"[ :]+", part.strip(), maxsplit=1)
+        yield name.strip("`"), arrow_type(kind)
 
 
 def _split(text: str) -> Iterator[str]:

@@ -136,8 +136,6 @@ class Conditions:
         self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_] | None:
         """Return which rows belong to an accepted ledger (`scope_ids` None: all in scope 0); None: all rows."""
-        if not self.about_ledgers:
-            return None
         wanted = self.wanted_ledgers()
         if wanted is not None:
             return mask_of_ledgers(ids_by_scope(wanted), scope_ids, ledger_ids)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise, takewhile
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -47,7 +47,7 @@ from bkctl.spark.sources.columns import LedgerColumns, damage_of, damage_row, le
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of, ids_by_scope, mask_of_ledgers
 from bkctl.spark.sources.places import bookie_id_at, local_paths, unseen
 from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, TableSource
-from bkctl.spark.sources.record_rows import BATCH_ROWS
+from bkctl.spark.sources.records import BATCH_ROWS
 
 #: Index files of one partition at most.
 _FILES_MAX: Final = 1000
@@ -109,14 +109,50 @@ class DatabaseRange(InputPartition):
         """Return the path of the database `ledgers` or `locations`."""
         return Path(self.directory) / (f"scoped-{name}" if self.scoped else name)
 
+    def entries(self, conditions: Conditions) -> Iterator[IndexedEntries]:
+        """Yield the entries of accepted ledgers, batch by batch; entry ids outside the conditions may be among them.
+
+        Entries of ledgers that the database of ledgers lacks wait for garbage collection, and are left out.
+        """
+        with self._open(conditions) as (ledgers, _, locations):
+            if conditions.about_ledgers:
+                first, last = conditions.entry_range()
+                for ledger in ledgers if first <= last else ():
+                    begin, end = location_key(ledger, first), location_key(ledger, last) + b"\0"
+                    for items in locations.batches(begin, end, count=BATCH_ROWS):
+                        yield _entries_of(items, self)
+                return
+            wanted = ids_by_scope(ledgers)
+            for items in locations.batches(self.first or b"", self.end, count=BATCH_ROWS):
+                entries = _entries_of(items, self)
+                mask = mask_of_ledgers(wanted, entries.scope_ids, entries.ledger_ids)
+                yield entries if mask.all() else entries.select(mask)
+
+    def ledgers(self, conditions: Conditions) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the accepted ledgers."""
+        with self._open(conditions) as (ledgers, database, locations):
+            for ledger in ledgers:
+                if (data := database.get(ledger)) is not None:
+                    count = sum(len(items) for items in locations.batches_of(ledger))
+                    yield ledger_row(ledger, data, count, locations.last_entry_id(ledger))
+
     @contextmanager
-    def reader(self, conditions: Conditions) -> Iterator[DatabaseReader]:
-        """Yield a reader of the entries and ledgers that meet the conditions."""
+    def _open(self, conditions: Conditions) -> Iterator[tuple[list[LedgerId], LedgersDatabase, LocationsDatabase]]:
+        """Yield the accepted ledgers and the open databases; a ledger that a border cuts is in the ranges beside it."""
+        size = 16 if self.scoped else 8
+
+        def ledger_at(key: bytes | None) -> LedgerId | None:
+            return None if key is None else LedgerId.from_value(int.from_bytes(key[:size].ljust(size, b"\0"), "big"))
+
+        first, end = ledger_at(self.first), ledger_at(self.end)
+        is_cut = self.end is not None and len(self.end) > size
         with (
-            LedgersDatabase.open(self.path("ledgers"), scoped=self.scoped) as ledgers,
+            LedgersDatabase.open(self.path("ledgers"), scoped=self.scoped) as database,
             LocationsDatabase.open(self.path("locations"), scoped=self.scoped) as locations,
         ):
-            yield DatabaseReader(self, ledgers, locations, conditions)
+            listed = database.ledger_ids(first if first is not None and first.is_scoped == self.scoped else None)
+            before_end = takewhile(lambda each: end is None or each < end or (is_cut and each == end), listed)
+            yield list(filter(conditions.accepts_ledger, before_end)), database, locations
 
 
 def _part_starts(extents: Iterable[tuple[int, int]], step: int) -> Iterator[int]:
@@ -163,9 +199,12 @@ class IndexedEntries(NamedTuple):
 
 
 def entry_rows(
-    schema: pa.Schema, entries: IndexedEntries, conditions: Conditions, files: Sequence[Mapping[str, Any]]
+    schema: pa.Schema, parts: Sequence[IndexedEntries], conditions: Conditions, files: Sequence[Mapping[str, Any]]
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of the entries that meet the `conditions`, if any; `files` are the columns of each file."""
+    if not parts:
+        return
+    entries = parts[0] if len(parts) == 1 else IndexedEntries.joined(parts)
     log_ids = entries.locations >> 32 & 0xFFFFFFFF
     wanted = all_of((conditions.mask("entryId", entries.entry_ids), conditions.mask("logId", log_ids)))
     if wanted is not None:
@@ -204,71 +243,6 @@ def ledger_row(
         "lastEntryId": last_entry_id,
         "masterKey": header.master_key,
     }
-
-
-# --- the databases of DbLedgerStorage ---------------------------------------------------------------------------------
-
-
-class DatabaseReader:
-    """Reads the accepted ledgers of a range from its databases, which are open as long as the caller keeps them so.
-
-    Entries of ledgers that the database of ledgers lacks wait for garbage collection, and are left out.
-    """
-
-    def __init__(
-        self, part: DatabaseRange, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
-    ) -> None:
-        self._part, self._ledgers, self._locations, self._conditions = part, ledgers, locations, conditions
-        self._ids = [ledger for ledger in _ledgers_of(part, ledgers) if conditions.accepts_ledger(ledger)]
-
-    def entries(self) -> Iterator[IndexedEntries]:
-        """Yield the entries of the range, batch by batch; entry ids outside the conditions may be among them."""
-        part = self._part
-        if self._conditions.about_ledgers:
-            first, last = self._conditions.entry_range()
-            if first > last:
-                return
-            for ledger in self._ids:
-                begin, end = location_key(ledger, first), location_key(ledger, last) + b"\0"
-                for items in self._locations.batches(begin, end, count=BATCH_ROWS):
-                    yield _entries_of(items, part)
-            return
-        wanted = ids_by_scope(self._ids)
-        for items in self._locations.batches(part.first or b"", part.end, count=BATCH_ROWS):
-            entries = _entries_of(items, part)
-            mask = mask_of_ledgers(wanted, entries.scope_ids, entries.ledger_ids)
-            yield entries if mask.all() else entries.select(mask)
-
-    def ledgers(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield the rows of the ledgers of the range, batch by batch."""
-        rows: list[dict[str, Any]] = []
-        for ledger in self._ids:
-            data = self._ledgers.get(ledger)
-            if data is None:
-                continue
-            count = sum(len(items) for items in self._locations.batches_of(ledger))
-            last = self._locations.last_entry_id(ledger)
-            rows.append(ledger_row(ledger, data, count, last))
-            if len(rows) >= BATCH_ROWS:
-                yield rows
-                rows = []
-        if rows:
-            yield rows
-
-
-def _ledgers_of(part: DatabaseRange, ledgers: LedgersDatabase) -> Iterator[LedgerId]:
-    """Yield the ledgers of a range; one that a border cuts belongs to the ranges at both sides."""
-    size = 16 if part.scoped else 8
-
-    def ledger_at(key: bytes | None) -> LedgerId | None:
-        return None if key is None else LedgerId.from_value(int.from_bytes(key[:size].ljust(size, b"\0"), "big"))
-
-    first, end = ledger_at(part.first), ledger_at(part.end)
-    is_cut = part.end is not None and len(part.end) > size
-    for ledger in ledgers.ledger_ids(first if first is not None and first.is_scoped == part.scoped else None):
-        if end is not None and (ledger > end or (ledger == end and not is_cut)):
-            return
-        yield ledger
 
 
 def _entries_of(items: Sequence[tuple[bytes, bytes]], part: DatabaseRange) -> IndexedEntries:
@@ -422,10 +396,9 @@ class IndexSource(TableSource):
                     gathered.append(found._replace(files=found.files + at))
                     count += len(found.entry_ids)
                     if count >= _ROWS_GATHERED:
-                        yield from entry_rows(self._schema, IndexedEntries.joined(gathered), self._conditions, files)
+                        yield from entry_rows(self._schema, gathered, self._conditions, files)
                         gathered, count = [], 0
-            if gathered:
-                yield from entry_rows(self._schema, IndexedEntries.joined(gathered), self._conditions, files)
+            yield from entry_rows(self._schema, gathered, self._conditions, files)
         elif isinstance(partition, DatabaseRange):
             of_file = _of_file(str(partition.path("locations")), partition.scoped, partition.bookie_id)
             yield from self._permitting(of_file, self._read_databases(partition, of_file))
@@ -465,13 +438,13 @@ class IndexSource(TableSource):
         path = part.path("locations")
         if not path.parent.is_dir():
             raise unseen(path)
-        with part.reader(self._conditions) as reader:
-            if self._rows is IndexRowKind.LEDGERS:
-                for rows in reader.ledgers():
-                    yield pa.RecordBatch.from_pylist([{**of_file, **row} for row in rows], schema=self._schema)
-            else:
-                for entries in reader.entries():
-                    yield from entry_rows(self._schema, entries, self._conditions, [of_file])
+        if self._rows is IndexRowKind.LEDGERS:
+            rows = part.ledgers(self._conditions)
+            while some := [{**of_file, **row} for row in islice(rows, BATCH_ROWS)]:
+                yield pa.RecordBatch.from_pylist(some, schema=self._schema)
+        else:
+            for entries in part.entries(self._conditions):
+                yield from entry_rows(self._schema, [entries], self._conditions, [of_file])
 
 
 def _of_file(path: str, scoped: bool, bookie_id: str | None) -> dict[str, Any]:

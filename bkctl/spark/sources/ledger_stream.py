@@ -27,14 +27,7 @@ from pyspark.sql.streaming.datasource import (
 
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.ledgers import (
-    NAME,
-    EntryRange,
-    Extent,
-    LedgerEntries,
-    LedgerTable,
-    cut,
-)
+from bkctl.spark.sources.ledgers import NAME, EntryRange, Extent, LedgerEntries, LedgerTable, cut
 from bkctl.spark.sources.options import Client
 
 #: Ledgers in an offset, which Spark saves at each batch.
@@ -94,64 +87,6 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and len(name) == 32 and not name.strip("0123456789abcdef")
 
 
-def latest_offsets(options: Mapping[str, str]) -> str:
-    """Return the current ends of the ledgers in a query with `options`, for `startingOffsets` of a new stream."""
-    source = LedgerTable(dict(options))
-    with Client(source.cluster) as client:
-        seen = _Look(source).look(client, Offset({}, {}))
-    ends = {name: each.next_entry_id for name, each in seen.items()}
-    closed = {name for name, each in seen.items() if each.closed}
-    offset = Offset({name: ends[name] for name in ends.keys() - closed}, {name: ends[name] for name in closed})
-    return json.dumps(offset.to_json())
-
-
-class _Look:
-    """Determines the extents of the ledgers of a query."""
-
-    def __init__(self, source: LedgerTable) -> None:
-        self._source = source
-        #: Ledgers outside the query, and closed ones without entries.
-        self._passed_over: set[LedgerId] = set()
-        #: All ledgers of the last look, in order.
-        self._listed: list[LedgerId] = []
-
-    def finished(self, known: Offset) -> tuple[tuple[str, str], ...]:
-        """Return the runs of adjacent ids of existing ledgers that are done in `known`, or outside the query."""
-        runs: list[tuple[LedgerId, LedgerId, bool]] = []
-        for ledger in self._listed:
-            is_done = known.is_done(ledger.qualified_name)
-            if not is_done and ledger not in self._passed_over:
-                continue
-            if runs and runs[-1][1].value + 1 == ledger.value:
-                runs[-1] = (runs[-1][0], ledger, runs[-1][2] or is_done)
-            else:
-                runs.append((ledger, ledger, is_done))
-        return tuple((first.qualified_name, last.qualified_name) for first, last, has_done in runs if has_done)
-
-    def look(self, client: Client, known: Offset) -> dict[str, Extent]:
-        """Return the extents of the ledgers of the query by name, without those that are done in `known`.
-
-        Ledgers without entries are left out. Raises the error of a ledger that cannot be read.
-        """
-        found: dict[str, Extent] = {}
-        self._listed = []
-
-        def asked() -> Iterator[LedgerId]:
-            for ledger in self._source.listed(client):
-                self._listed.append(ledger)
-                if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
-                    yield ledger
-
-        for ledger, extent in self._source.extents(client, asked()):
-            if isinstance(extent, BkctlError):
-                raise extent
-            if extent is None or (extent.closed and not extent.next_entry_id):
-                self._passed_over.add(ledger)
-            elif extent.next_entry_id:
-                found[ledger.qualified_name] = extent
-        return found
-
-
 class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Plans and reads batches of a stream; no method needs Spark.
 
@@ -165,8 +100,10 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         given = options.text("maxBytesPerTrigger")
         self._bytes_max = None if given is None else options.size_bytes("maxBytesPerTrigger", 1)
         self._start = _starting_offset(options.text("startingOffsets") or EARLIEST)
-        self._look = _Look(source)
         self._client: Client | None = None
+        #: Ledgers outside the query, and closed ones without entries; all ledgers of the last look, in order.
+        self._passed_over: set[LedgerId] = set()
+        self._listed: list[LedgerId] = []
         self._target: dict[str, Extent] | None = None
         self._seen: Offset | None = None
 
@@ -182,7 +119,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         """End the stream at the entries that exist now."""
-        self._target = self._look.look(self._connected(), Offset({}, {}))
+        self._target = self.look(Offset({}, {}))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Return the end of the next batch; `start` itself without new entries.
@@ -191,7 +128,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         false.
         """
         known = Offset.read(start)
-        extents = self._target if self._target is not None else self._look.look(self._connected(), known)
+        extents = self._target if self._target is not None else self.look(known)
         extents = {name: extent for name, extent in extents.items() if not known.is_done(name)}
         gone = sorted(known.open.keys() - extents.keys())
         if gone and self._source.fail_on_data_loss:
@@ -215,7 +152,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen = Offset({name: each.next_entry_id for name, each in extents.items()}, {})
         if not new.closed and new.open == {name: each for name, each in known.open.items() if name in extents}:
             return start
-        new = new._replace(finished=self._look.finished(known))
+        new = new._replace(finished=self._finished(known))
         if len(new.open) + len(new.closed) + len(new.finished) > LEDGERS_MAX:
             raise UsageError(
                 f"{NAME}: a stream follows at most {LEDGERS_MAX:,} ledgers, or runs of finished ones",
@@ -246,10 +183,42 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if client is not None:
             client.close()
 
-    def _connected(self) -> Client:
-        if self._client is None:
-            self._client = Client(self._source.cluster)
-        return self._client
+    def look(self, known: Offset) -> dict[str, Extent]:
+        """Return the extents of the ledgers of the query by name, without those that are done in `known`.
+
+        Ledgers without entries are left out. Raises the error of a ledger that cannot be read.
+        """
+        client = self._client = self._client or Client(self._source.cluster)
+        found: dict[str, Extent] = {}
+        self._listed = []
+
+        def asked() -> Iterator[LedgerId]:
+            for ledger in self._source.listed(client):
+                self._listed.append(ledger)
+                if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
+                    yield ledger
+
+        for ledger, extent in self._source.extents(client, asked()):
+            if isinstance(extent, BkctlError):
+                raise extent
+            if extent is None or (extent.closed and not extent.next_entry_id):
+                self._passed_over.add(ledger)
+            elif extent.next_entry_id:
+                found[ledger.qualified_name] = extent
+        return found
+
+    def _finished(self, known: Offset) -> tuple[tuple[str, str], ...]:
+        """Return the runs of adjacent ids of existing ledgers that are done in `known`, or outside the query."""
+        runs: list[tuple[LedgerId, LedgerId, bool]] = []
+        for ledger in self._listed:
+            is_done = known.is_done(ledger.qualified_name)
+            if not is_done and ledger not in self._passed_over:
+                continue
+            if runs and runs[-1][1].value + 1 == ledger.value:
+                runs[-1] = (runs[-1][0], ledger, runs[-1][2] or is_done)
+            else:
+                runs.append((ledger, ledger, is_done))
+        return tuple((first.qualified_name, last.qualified_name) for first, last, has_done in runs if has_done)
 
     def _limits(self, limit: ReadLimit) -> tuple[int | None, int | None]:
         """Return the maximum entries and bytes of a batch; None: no limit."""
@@ -259,6 +228,18 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             limit.max_rows if isinstance(limit, ReadMaxRows) else self._entries_max,
             limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._bytes_max,
         )
+
+
+def latest_offsets(options: Mapping[str, str]) -> str:
+    """Return the current ends of the ledgers in a query with `options`, for `startingOffsets` of a new stream."""
+    reader = LedgerStreamReader(LedgerTable(dict(options)))
+    try:
+        offset = Offset({}, {})
+        for name, each in reader.look(offset).items():
+            (offset.closed if each.closed else offset.open)[name] = each.next_entry_id
+    finally:
+        reader.stop()
+    return json.dumps(offset.to_json())
 
 
 def allot(

@@ -12,7 +12,7 @@ describes: its row has null ids. The options `ledger` and `ledgerScopeId` keep t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice, takewhile
 from pathlib import Path
@@ -79,15 +79,8 @@ class LedgerIds(NamedTuple):
     last: int
 
 
-class NamedLedgers(NamedTuple):
-    """A partition: ledgers by their 128-bit numbers; with `needed` a missing one is an error."""
-
-    ledgers: Sequence[int]
-    needed: bool
-
-
-#: A ledger, if it is known, with its row, or with the value of the column `damage`.
-_Found = tuple[LedgerId | None, LedgerRow | dict[str, Any]]
+#: Values of partitions: a range of ledgers, ledgers by their 128-bit numbers, a section of an export, a row of damage.
+_Part = LedgerIds | list[int] | ExportSection | dict[str, Any] | None
 
 
 class MetadataSource(TableSource):
@@ -127,7 +120,7 @@ class MetadataSource(TableSource):
         if wanted is not None:
             numbers = [ledger.value for ledger in wanted]
             cuts = range(0, len(numbers), size)
-            return [InputPartition(NamedLedgers(numbers[at : at + size], self._named)) for at in cuts]
+            return [InputPartition(numbers[at : at + size]) for at in cuts]
         scopes = self._conditions.ids_of("ledgerScopeId")
         with self._cluster.open() as cluster:
             return [
@@ -143,39 +136,38 @@ class MetadataSource(TableSource):
         """Yield the rows of a partition. Raises errors of the store, and in mode failfast of a ledger."""
         rows = self._rows(partition.value)
         while batch := list(islice(rows, BATCH_ROWS)):
-            arrays = [pa.array([_value(field.name, *row) for row in batch], field.type) for field in self._schema]
+            arrays = [pa.array([_value(field.name, row) for row in batch], field.type) for field in self._schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _rows(self, part: LedgerIds | NamedLedgers | ExportSection | dict[str, Any] | None) -> Iterator[_Found]:
+    def _rows(self, part: _Part) -> Iterator[LedgerRow | dict[str, Any]]:
+        """Yield a row for each ledger, and a dictionary for damage."""
         if isinstance(part, dict):
-            yield None, part
+            yield part
         elif isinstance(part, ExportSection):
             yield from self._rows_of_export(part)
         elif part is not None and self._cluster is not None:  # Spark adds a partition of its own to an empty list.
             with self._cluster.open() as cluster:
-                needed = isinstance(part, NamedLedgers) and part.needed
                 for ledger, found in cluster.ledgers.read_many(self._ids(cluster, part)):
-                    if isinstance(found, LedgerNotFound) and not needed:
-                        continue  # Deleted since it was listed, or only a filter names it.
-                    if isinstance(found, BkctlError):
-                        yield ledger, self._damage(found)
-                    else:
-                        yield ledger, ledger_row(ledger, found)
+                    if not isinstance(found, BkctlError):
+                        yield ledger_row(ledger, found)
+                    # Others were deleted since they were listed, or only a filter names them.
+                    elif not isinstance(found, LedgerNotFound) or (self._named and isinstance(part, list)):
+                        yield self._damage(found, ledger)
 
-    def _ids(self, cluster: Cluster, part: LedgerIds | NamedLedgers) -> Iterator[LedgerId]:
-        if isinstance(part, NamedLedgers):
-            return map(LedgerId.from_value, part.ledgers)
+    def _ids(self, cluster: Cluster, part: LedgerIds | list[int]) -> Iterator[LedgerId]:
+        if isinstance(part, list):
+            return map(LedgerId.from_value, part)
         first, last = map(LedgerId.from_value, part)
         scope_id = first.scope_id if first.scope_id == last.scope_id else None
         after = LedgerId.from_value(first.value - 1) if first.value else None
         listed = takewhile(lambda ledger: ledger <= last, cluster.ledgers.ledgers(scope_id, after))
         return filter(self._conditions.accepts_ledger, listed)
 
-    def _rows_of_export(self, section: ExportSection) -> Iterator[_Found]:
+    def _rows_of_export(self, section: ExportSection) -> Iterator[LedgerRow | dict[str, Any]]:
         with self._export_file() as file:
             for at, record in file.section(section):
                 if isinstance(record, BkctlError):
-                    yield None, self._damage(record)
+                    yield self._damage(record)
                     continue
                 if record.kind != "ledger":
                     continue
@@ -185,20 +177,22 @@ class MetadataSource(TableSource):
                 try:
                     metadata = LedgerMetadata.parse(record.value, f"{self._export}: ledger {ledger} at byte {at}")
                 except BkctlError as error:
-                    yield ledger, self._damage(error, at)
+                    yield self._damage(error, ledger, at)
                 else:
                     ctime_ms = record.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
-                    yield ledger, ledger_row(ledger, VersionedMetadata(metadata, 0, ctime_ms))
+                    yield ledger_row(ledger, VersionedMetadata(metadata, 0, ctime_ms))
 
     def _export_file(self) -> closing[ExportFile]:
         return closing(ExportFile(Path(self._export or "")))
 
-    def _damage(self, error: BkctlError, offset: int | None = None) -> dict[str, Any]:
+    def _damage(self, error: BkctlError, ledger: LedgerId | None = None, offset: int | None = None) -> dict[str, Any]:
+        """Return the row of damage. Raises it in mode failfast."""
         self._mode.check(error)
-        return damage_of(error, self._export, offset)
+        ids = {} if ledger is None else ledger_values(ledger)
+        return {**ids, DAMAGE: damage_of(error, self._export, offset)}
 
 
-def _value(column: str, ledger: LedgerId | None, found: LedgerRow | dict[str, Any]) -> Any:
-    if isinstance(found, dict):
-        return {DAMAGE: found, **({} if ledger is None else ledger_values(ledger))}.get(column)
-    return None if column == DAMAGE else COLUMNS[column](found)
+def _value(column: str, row: LedgerRow | dict[str, Any]) -> Any:
+    if isinstance(row, dict):
+        return row.get(column)
+    return None if column == DAMAGE else COLUMNS[column](row)

@@ -271,9 +271,8 @@ class ClusterOptions:
         """Return a client of `cluster` with these options' TLS, timeout and bookie addresses."""
         from bkctl.client.ledger import BookKeeper
 
-        options = self._options
-        ca = options.text("tlsCa")
-        tls = None if ca is None else client_tls(ca, options.text("tlsCert"), options.text("tlsKey"))
+        ca, certificate, key = map(self._options.text, ("tlsCa", "tlsCert", "tlsKey"))
+        tls = None if ca is None else client_tls(ca, certificate, key)
         return BookKeeper(cluster, tls=tls, timeout_s=self.timeout_s, addresses=self.bookie_addresses)
 
 

@@ -68,6 +68,7 @@ class TableSource(DataSource, DataSourceReader):
         super().__init__(options)
         self.checked = SourceOptions(self.source, options, self.known)
         self._conditions, self._mode = Conditions.of(self.checked), self.checked.mode()
+        self._takes_filters = self.checked.flag("pushdown")
 
     @classmethod
     def name(cls) -> str:
@@ -92,10 +93,12 @@ class TableSource(DataSource, DataSourceReader):
                     f"{self.source} has no column {field.name} of type {kind}", hint=f"it has {ddl(known)}"
                 )
         self._schema = arrow_schema_of(schema)
-        if self.checked.flag("pushdown"):
-            # As a class's method it would need Spark's filterPushdown.enabled in every session.
-            self.pushFilters = self.take_filters  # type: ignore[method-assign]
         return self
+
+    @property
+    def pushFilters(self) -> Any:
+        """Return `take_filters` on request: as a method it would need Spark's filterPushdown.enabled everywhere."""
+        return self.take_filters if self._takes_filters else super().pushFilters
 
     def take_filters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take the filters that the source can apply; return the filters that Spark must apply.

@@ -16,9 +16,8 @@ from bkctl.commands.main import run
 from bkctl.errors import AlreadyExists, BkctlError, NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
-from bkctl.spark.jobs import archive
-from bkctl.spark.jobs.archive import export_ledgers, import_ledgers
-from bkctl.spark.jobs.copying import HASH_KEY, SHAPE_OPTIONS, SOURCE_KEY
+from bkctl.spark.jobs import copying
+from bkctl.spark.jobs.copying import HASH_KEY, SHAPE_OPTIONS, SOURCE_KEY, export_ledgers, import_ledgers
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def test_import_of_a_ledger_without_enough_bookies_fails_alone(live: Live) -> No
         for entry_id, payload in ((-1, head(size)), (0, b"x"))
     ]
     options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
-    batches = archive._import_rows(options, SCOPE + 31, [rows])
+    batches = copying._import_rows(options, SCOPE + 31, [rows])
     failed, copied = (row for batch in batches for row in batch)
     assert (failed["state"], copied["state"]) == ("failed", "copied")
     assert "5 writable bookies are needed" in failed["message"]
@@ -150,7 +149,7 @@ def test_exports_of_empty_partial_and_missing_selections(
     some = {**live.options, "ledger": f"{one},{other}"}
     (tmp_path / "some").mkdir()
     # Too many scopes to have a directory each.
-    monkeypatch.setattr(archive, "SCOPES_MAX", 1)
+    monkeypatch.setattr(copying, "SCOPES_MAX", 1)
     rows = export_ledgers(spark, str(tmp_path / "some"), some, overwrite=True).collect()
     assert [row.ledgerId for row in rows] == [1, 2]
     assert not [each for each in (tmp_path / "some" / "entries").iterdir() if each.is_dir()]
@@ -178,7 +177,7 @@ def test_ledgers_deleted_during_an_export_are_left_out(
     growing.add([b"0"])
     deleted = {early, partly, growing.ledger}
     ledgers = live.client().cluster.ledgers
-    write = archive._write_entries
+    write = copying._write_entries
 
     def write_while_others_delete(*arguments: Any, **settings: Any) -> None:
         for ledger in deleted & live.ledgers(scope_id):
@@ -191,7 +190,7 @@ def test_ledgers_deleted_during_an_export_are_left_out(
         table = pyarrow.Table.from_pylist(rows, pyarrow.parquet.read_schema(part))
         pyarrow.parquet.write_table(table, part.with_name("more.parquet"))
 
-    monkeypatch.setattr(archive, "_write_entries", write_while_others_delete)
+    monkeypatch.setattr(copying, "_write_entries", write_while_others_delete)
     options = {**live.options, "ledgerScopeId": str(scope_id)}
     assert [row.ledgerId for row in export_ledgers(spark, str(path), options).collect()] == [3]
     rows = import_ledgers(spark, str(path), live.options, to_scope_id=scope_id + 1).collect()

@@ -13,7 +13,6 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.spark.jobs.archive import import_ledgers
 from bkctl.spark.jobs.copying import (
     HASH_KEY,
     SHAPE_OPTIONS,
@@ -24,6 +23,7 @@ from bkctl.spark.jobs.copying import (
     Shape,
     _copy_ledgers,
     copy_ledger,
+    import_ledgers,
     migrate_scope,
 )
 from bkctl.spark.sources.options import Client, SourceOptions

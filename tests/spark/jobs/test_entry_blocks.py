@@ -14,9 +14,8 @@ from support.engines import Engine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.spark.engine import functions_of
-from bkctl.spark.jobs import entry_blocks
-from bkctl.spark.jobs.entries import log_damages, promised_blocks, shares_of
-from bkctl.spark.jobs.entry_blocks import INDEX, JOURNAL, LOG, Ids, fold, unfold
+from bkctl.spark.jobs import entries
+from bkctl.spark.jobs.entries import INDEX, JOURNAL, LOG, Ids, fold, log_damages, promised_blocks, shares_of, unfold
 from bkctl.spark.jobs.integrity import unreadable_files
 from bkctl.spark.sources.columns import DAMAGE, TYPES, arrow_schema
 
@@ -152,8 +151,8 @@ def test_unfolded_entries_are_those_of_the_records(engine: Engine, monkeypatch: 
         return ids.mismatched | (ids.promised & ~(ids.replayed | ids.served))
 
     # Small chunks: groups of records, and of blocks, end in the middle of ledgers.
-    monkeypatch.setattr(entry_blocks, "_FOLD_ROWS", 50)
-    monkeypatch.setattr(entry_blocks, "_COMPARE_ENTRIES", 3000)
+    monkeypatch.setattr(entries, "_FOLD_ROWS", 50)
+    monkeypatch.setattr(entries, "_COMPARE_ENTRIES", 3000)
     F = functions_of(engine.session)
     held = generated(seed)
     fragments, promised = promises()

@@ -27,6 +27,7 @@ from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.columns import ledger_values
+from bkctl.spark.sources.places import resolve
 from bkctl.spark.sources.records import EntryLogSource
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
@@ -510,23 +511,22 @@ def test_records_appended_by_running_bookie_are_ignored(tmp_path: Path, size: in
 
 def test_log_deleted_during_plan_restarts_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = write(tmp_path / "current" / "0.log", record(V1, 0), record(OTHER, 0))
-    listed = EntryLogSource.list_places
 
-    def compact_after_listing(self: EntryLogSource) -> Any:
-        found = listed(self)
+    def compact_after_listing(*given: Any) -> Any:
+        found = resolve(*given)
         if old.exists():
             write(tmp_path / "current" / "1.log", record(V1, 0))
             old.unlink()
         return found
 
-    monkeypatch.setattr(EntryLogSource, "list_places", compact_after_listing)
+    monkeypatch.setattr("bkctl.spark.sources.records.resolve", compact_after_listing)
     assert [(row["logId"], row["ledgerId"]) for row in rows_of(EntryLogSource, path=tmp_path)] == [(1, 5)]
 
-    def always_one_too_many(self: EntryLogSource) -> Any:
-        (place,) = listed(self)
+    def always_one_too_many(*given: Any) -> Any:
+        (place,) = resolve(*given)
         return [place, place._replace(path=f"{place.path}x")]
 
-    monkeypatch.setattr(EntryLogSource, "list_places", always_one_too_many)
+    monkeypatch.setattr("bkctl.spark.sources.records.resolve", always_one_too_many)
     with pytest.raises(Conflict, match="was deleted while it was read"):
         Planned(EntryLogSource, path=tmp_path)
 
