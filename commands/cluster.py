@@ -17,7 +17,7 @@ from .kit.audit import user_name
 from .kit.columns import Output, PlainRow, fields
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
-from .kit.options import WatchOption, YesReally, combined, duration_option, flag, option, word
+from .kit.options import WatchOption, YesReally, duration_option, flag, option, word
 from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
 from .kit.values import percentage
 from .local import down, up
@@ -183,30 +183,22 @@ Code = Annotated[HealthCode, word("CODE", "The code of the findings.")]
 class Look(NamedTuple):
     """The options of a look at the health of a cluster."""
 
-    stuck_after_s: float = 600.0
-    threshold: float = 90.0
-    no_bookies: bool = False
-    ledgers: bool = False
-
-
-HealthLook = Annotated[
-    Look,
-    combined(
-        Look,
+    stuck_after_s: Annotated[
+        float,
         duration_option(
             "--stuck-after", "The age from which a ledger IN_RECOVERY is a finding: 10m, 1h.", default="10m"
         ),
-        THRESHOLD,
-        option("--no-bookies", "Read the metadata only, and ask no bookie.", bool, False),
-        option(
+    ] = 600.0
+    threshold: Annotated[float, THRESHOLD] = 90.0
+    no_bookies: Annotated[bool, flag("--no-bookies", "Read the metadata only, and ask no bookie.")] = False
+    ledgers: Annotated[
+        bool,
+        flag(
             "--ledgers",
             "Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked ledgers and "
             "the last audit are the source otherwise.",
-            bool,
-            False,
         ),
-    ),
-]
+    ] = False
 
 
 def find_all(run: Run, look: Look) -> list[HealthFinding]:
@@ -281,7 +273,7 @@ def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVi
 
 
 @command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))
-def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
+def health(run: Run, watch: WatchOption, look: Look) -> None:
     """Show what is wrong with the cluster, and what to do.
 
     Covers bookies, cookies, disks, clocks, the metadata store, ledgers without replicas or in recovery, replication,
@@ -362,7 +354,7 @@ DETAIL_COLUMNS = Columns(
 
 
 @command(health_app, "detail", connects=True, prints=rows_of(DETAIL_COLUMNS))
-def health_detail(run: Run, look: HealthLook) -> None:
+def health_detail(run: Run, look: Look) -> None:
     """Show each finding with its next command, muted ones too.
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.

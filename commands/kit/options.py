@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from inspect import Parameter
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 import typer
 
@@ -87,16 +87,24 @@ def _part(param: Parameter, parse: Callable[[Any], Any] | None = None) -> Compos
 
 
 def composite_of(part: Any) -> Composite:
-    """Return the composite of a parameter, or of a type: the one that annotates it, else one of the parameter alone."""
+    """Return the composite of a parameter, or of a type: the one that annotates it, else one of the parameter alone.
+
+    A NamedTuple whose fields are options is the composite of these.
+    """
     annotation = part.annotation if isinstance(part, Parameter) else part
     found = [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Composite)]
-    return found[0] if found else _part(part.replace(kind=Parameter.KEYWORD_ONLY))
+    if found:
+        return found[0]
+    if not (isinstance(annotation, type) and issubclass(annotation, tuple)):
+        return _part(part.replace(kind=Parameter.KEYWORD_ONLY))
+    types, fields = get_type_hints(annotation, include_extras=True), signature(annotation).parameters.values()
+    return combined(annotation, *(parameter(each.name, types[each.name], each.default) for each in fields))
 
 
 def combined(make: Callable[..., Any], *parts: Any) -> Composite:
     """Return the parameters of `parts` as one value, which `make` returns for the values of the parts, in order.
 
-    A part is a Parameter, a Composite, or a type of options that is annotated with one.
+    A part is a Parameter, a Composite, or what `composite_of` takes.
     """
     found = [part if isinstance(part, Composite) else composite_of(part) for part in parts]
     return Composite(
@@ -283,28 +291,15 @@ CUSTOM_METADATA_FILTER: Final = combined(
 )
 
 
-class LedgerSizes(NamedTuple):
-    """Sizes and digest of a new ledger."""
+class LedgerShape(NamedTuple):
+    """Ensemble size, quorums and digest type of a ledger that is to be created."""
 
-    ensemble_size: int
-    write_quorum_size: int
-    ack_quorum_size: int
-    digest_type: Any
-
-
-#: Ensemble size, quorums and digest type of a ledger that is to be created.
-LedgerShape = Annotated[
-    LedgerSizes,
-    combined(
-        LedgerSizes,
-        option("--ensemble-size N", "Number of bookies that store a fragment.", int, 3, show_default=True),
-        option("--write-quorum N", "Number of bookies that store each entry.", int, 2, show_default=True),
-        option("--ack-quorum N", "Number of bookies that must acknowledge an entry.", int, 2, show_default=True),
-        option(
-            "--digest-type TYPE", "CRC32C, CRC32, HMAC or DUMMY.", str, "CRC32C", parse=_digest_type, show_default=True
-        ),
-    ),
-]
+    ensemble_size: Annotated[int, flag("--ensemble-size N", "Number of bookies that store a fragment.")] = 3
+    write_quorum_size: Annotated[int, flag("--write-quorum N", "Number of bookies that store each entry.")] = 2
+    ack_quorum_size: Annotated[int, flag("--ack-quorum N", "Number of bookies that must acknowledge an entry.")] = 2
+    digest_type: Annotated[
+        Any, option("--digest-type TYPE", "CRC32C, CRC32, HMAC or DUMMY.", str, "CRC32C", parse=_digest_type)
+    ] = None
 
 
 def file_argument(help: str) -> Composite:
