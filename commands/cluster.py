@@ -284,27 +284,24 @@ def health(run: Run, watch: WatchOption, look: Look) -> None:
     $ bkctl cluster health show
     $ bkctl cluster health show --watch
     """
-    from bkctl.metadata.underreplication import AuditorElection
-
-    find = partial(_find_open, run, look)
     if watch is not None:
-        run.out.watch(watch, lambda: find()[0], HEALTH_COLUMNS, key=attrgetter("code", "subject"))
+        run.out.watch(watch, lambda: _open(_find(run, look)), HEALTH_COLUMNS, key=attrgetter("code", "subject"))
         return
     with run.job.working("Asking the bookies"):
-        findings, muted = find()
-    unguarded = not findings and not muted and AuditorElection(run.cluster.store).auditor() is None
+        rows = _find(run, look)
+    findings, muted = _open(rows), [row.mute.code for row in rows if row.mute is not None]
     if findings and run.out.draws:
         run.out.text("".join(_panel(each, color=run.out.color) for each in findings))
     elif findings or run.out.output is not Output.TABLE:
         run.out.render(findings, HEALTH_COLUMNS)
     if muted:
-        codes = ", ".join(dict.fromkeys(each.code.value for each in muted))
+        codes = ", ".join(dict.fromkeys(muted))
         run.out.note(
             f"{counted(len(muted), 'finding is', 'findings are')} muted ({codes}): 'bkctl cluster health detail' shows "
             "everything"
         )
     elif not findings:
-        _say_ok(run, unguarded)
+        _say_ok(run)
     run.out.finish_with(len(findings))
 
 
@@ -316,20 +313,27 @@ def _panel(finding: HealthFinding, *, color: bool) -> str:
     return panel_text(title, (finding.message, finding.advice), style=PANEL_STYLES[severity], color=color)
 
 
-def _find_open(run: Run, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
-    """Return the findings, and those that are muted."""
+def _find(run: Run, look: Look) -> list[PlainRow]:
+    """Return the findings, each with the mute of its code, None without one."""
     from bkctl.metadata.admin.health import HealthMutes
 
-    found = find_all(run, look)
-    codes = {mute.code for mute in HealthMutes(run.cluster).active()}
-    return [each for each in found if each.code not in codes], [each for each in found if each.code in codes]
+    mutes = {mute.code: mute for mute in HealthMutes(run.cluster).active()}
+    return [PlainRow(finding=each, mute=mutes.get(each.code)) for each in find_all(run, look)]
 
 
-def _say_ok(run: Run, unguarded: bool) -> None:
-    """Say on stdout, in a table's place, that a cluster has no findings; `unguarded`: no auditor watches it."""
+def _open(rows: list[PlainRow]) -> list[HealthFinding]:
+    """Return the findings that are not muted."""
+    return [row.finding for row in rows if row.mute is None]
+
+
+def _say_ok(run: Run) -> None:
+    """Say on stdout, in a table's place, that a cluster has no findings, and whether an auditor watches it."""
+    from bkctl.metadata.underreplication import AuditorElection
+
+    is_watched = AuditorElection(run.cluster.store).auditor() is not None
     if run.out.output is Output.TABLE:
         run.out.text("OK\n")
-    if unguarded:
+    if not is_watched:
         run.out.note("Auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' starts it")
 
 
@@ -361,23 +365,17 @@ def health_detail(run: Run, look: Look) -> None:
 
     $ bkctl cluster health detail
     """
-    from bkctl.metadata.admin.health import HealthMutes
-    from bkctl.metadata.underreplication import AuditorElection
-
     with run.job.working("Asking the bookies"):
-        mutes = {mute.code: mute for mute in HealthMutes(run.cluster).active()}
-        found = find_all(run, look)
-        unguarded = not found and AuditorElection(run.cluster.store).auditor() is None
-    rows = [PlainRow(finding=each, mute=mutes.get(each.code)) for each in found]
+        rows = _find(run, look)
     if run.out.output is Output.TABLE and run.out.selection.order is None:
         for index, row in enumerate(rows):
             run.out.text("\n" if index else "")
             run.out.show(row, DETAIL_COLUMNS)
     else:
         run.out.render(rows, DETAIL_COLUMNS)
-    if not found:
-        _say_ok(run, unguarded)
-    run.out.finish_with(sum(row.mute is None for row in rows))
+    if not rows:
+        _say_ok(run)
+    run.out.finish_with(len(_open(rows)))
 
 
 MUTE_COLUMNS = Columns(

@@ -201,10 +201,6 @@ class Access:
         """Return the connection of commands without connection options. Raises as `connection`."""
         return connect_to(self._levels[2:], os.environ)
 
-    def given_options(self) -> GlobalOptions:
-        """Return the options before the group and after the command, merged; nothing of the environment."""
-        return self._levels[0][1].over(self._levels[1][1])
-
     def given_connection(self) -> Connection:
         """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
         given: Levels = [(source, replace(options, context=None)) for source, options in self._levels[:2]]

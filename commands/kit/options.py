@@ -19,7 +19,7 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.pace import Pace
 
-from .values import checked, parse_duration, parse_number, parse_size, refuse_both
+from .values import checked, parse_duration, parse_number, parse_size, read_bounded, refuse_both
 
 PASSWORD_SIZE_BYTES_MAX: Final = 65536
 WATCH_S_DEFAULT: Final = 2.0
@@ -358,11 +358,7 @@ WatchOption = Annotated[
 
 def read_password_file(path: Path) -> bytes:
     """Return the password in a file, without a final line end. Raises UsageError for too large a file, OSError."""
-    with open(path, "rb") as stream:
-        content = stream.read(PASSWORD_SIZE_BYTES_MAX + 1)
-    if len(content) > PASSWORD_SIZE_BYTES_MAX:
-        raise UsageError(f"{path}: larger than {PASSWORD_SIZE_BYTES_MAX} bytes, so not a password file")
-    return content.removesuffix(b"\n").removesuffix(b"\r")
+    return read_bounded(path, "a password file", PASSWORD_SIZE_BYTES_MAX).removesuffix(b"\n").removesuffix(b"\r")
 
 
 def ledger_password(text: str | None, file: Path | None) -> bytes:
