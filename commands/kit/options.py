@@ -176,26 +176,14 @@ ReadPace = Annotated[Pace, pace_option("Read at most this much per second: 20MiB
 RecordPace = Annotated[Pace, pace_option("Process at most N records per second.", has_bytes=False)]
 
 
-class BinaryFormat(StrEnum):
-    """The form of bytes in the output."""
-
-    BASE64 = "base64"
-    UTF8 = "utf8"
-    HEX = "hex"
-    RAW = "raw"
-
-
+#: The form of bytes in the output.
+BinaryFormat = StrEnum("BinaryFormat", "BASE64 UTF8 HEX RAW")
 #: `--format` of commands that print bytes; None: base64 in json, ndjson and csv.
 BinaryFormatOption = Annotated[
     BinaryFormat | None, flag("--format FORMAT", "Form of bytes: base64, utf8, hex, or raw (prints nothing else).")
 ]
-
-
-class ProtocolVersion(StrEnum):
-    """The wire protocol."""
-
-    V2 = "v2"
-    V3 = "v3"
+#: The wire protocol.
+ProtocolVersion = StrEnum("ProtocolVersion", "V2 V3")
 
 
 def _protocol(version: ProtocolVersion) -> Any:
