@@ -21,8 +21,6 @@ from .kit.values import parse_duration, refuse_both, tap
 if TYPE_CHECKING:
     from bkctl.metadata.underreplication import AuditorCheck
 
-    pass
-
 app = group()
 
 _SPAN_OF_NO_CHECK_MS = 21 * 24 * 3600 * 1000
@@ -163,9 +161,7 @@ def disable(run: Run) -> None:
 # --- marked ledgers -------------------------------------------------------------------------------------------------
 
 
-MISSING_COLUMN = Column(
-    "MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, shape=TEXTS, text=", ".join
-)
+MISSING_COLUMN = Column("MISSING ON", "missingReplicas", "missing_replicas", Kind.NESTED, shape=TEXTS, text=", ".join)
 MARK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     MISSING_COLUMN,

@@ -17,7 +17,6 @@ from .kit.ledger_options import NewLedger, scope_option
 from .kit.options import (
     Composite,
     LedgerShape,
-    LedgerSizes,
     ProtocolOption,
     combined,
     count_option,
@@ -53,7 +52,7 @@ class Benchmark(NamedTuple):
     ledger_count: int
     entry_size: int
     scope_id: int | None
-    shape: LedgerSizes
+    shape: LedgerShape
     load: Load
     protocol: Any
     in_random_order: bool = False

@@ -17,7 +17,7 @@ from .kit.audit import user_name
 from .kit.columns import Output, PlainRow, fields
 from .kit.command import Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
-from .kit.options import WatchOption, YesReally, combined, duration_option, flag, option, word
+from .kit.options import WatchOption, YesReally, duration_option, flag, option, word
 from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
 from .kit.values import percentage
 from .local import down, up
@@ -183,30 +183,22 @@ Code = Annotated[HealthCode, word("CODE", "The code of the findings.")]
 class Look(NamedTuple):
     """The options of a look at the health of a cluster."""
 
-    stuck_after_s: float = 600.0
-    threshold: float = 90.0
-    no_bookies: bool = False
-    ledgers: bool = False
-
-
-HealthLook = Annotated[
-    Look,
-    combined(
-        Look,
+    stuck_after_s: Annotated[
+        float,
         duration_option(
             "--stuck-after", "The age from which a ledger IN_RECOVERY is a finding: 10m, 1h.", default="10m"
         ),
-        THRESHOLD,
-        option("--no-bookies", "Read the metadata only, and ask no bookie.", bool, False),
-        option(
+    ] = 600.0
+    threshold: Annotated[float, THRESHOLD] = 90.0
+    no_bookies: Annotated[bool, flag("--no-bookies", "Read the metadata only, and ask no bookie.")] = False
+    ledgers: Annotated[
+        bool,
+        flag(
             "--ledgers",
             "Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked ledgers and "
             "the last audit are the source otherwise.",
-            bool,
-            False,
         ),
-    ),
-]
+    ] = False
 
 
 def find_all(run: Run, look: Look) -> list[HealthFinding]:
@@ -280,7 +272,7 @@ def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVi
 
 
 @command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))
-def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
+def health(run: Run, watch: WatchOption, look: Look) -> None:
     """Show what is wrong with the cluster, and what to do.
 
     Covers bookies, cookies, disks, clocks, the metadata store, ledgers without replicas or in recovery, replication,
@@ -291,27 +283,24 @@ def health(run: Run, watch: WatchOption, look: HealthLook) -> None:
     $ bkctl cluster health show
     $ bkctl cluster health show --watch
     """
-    from bkctl.metadata.underreplication import AuditorElection
-
-    find = partial(_find_open, run, look)
     if watch is not None:
-        run.out.watch(watch, lambda: find()[0], HEALTH_COLUMNS, key=attrgetter("code", "subject"))
+        run.out.watch(watch, lambda: _open(_find(run, look)), HEALTH_COLUMNS, key=attrgetter("code", "subject"))
         return
     with run.job.working("Asking the bookies"):
-        findings, muted = find()
-    unguarded = not findings and not muted and AuditorElection(run.cluster.store).auditor() is None
+        rows = _find(run, look)
+    findings, muted = _open(rows), [row.mute.code for row in rows if row.mute is not None]
     if findings and run.out.draws:
         run.out.text("".join(_panel(each, color=run.out.color) for each in findings))
     elif findings or run.out.output is not Output.TABLE:
         run.out.render(findings, HEALTH_COLUMNS)
     if muted:
-        codes = ", ".join(dict.fromkeys(each.code.value for each in muted))
+        codes = ", ".join(dict.fromkeys(muted))
         run.out.note(
             f"{counted(len(muted), 'finding is', 'findings are')} muted ({codes}): 'bkctl cluster health detail' shows "
             "everything"
         )
     elif not findings:
-        _say_ok(run, unguarded)
+        _say_ok(run)
     run.out.finish_with(len(findings))
 
 
@@ -323,20 +312,27 @@ def _panel(finding: HealthFinding, *, color: bool) -> str:
     return panel_text(title, (finding.message, finding.advice), style=PANEL_STYLES[severity], color=color)
 
 
-def _find_open(run: Run, look: Look) -> tuple[list[HealthFinding], list[HealthFinding]]:
-    """Return the findings, and those that are muted."""
+def _find(run: Run, look: Look) -> list[PlainRow]:
+    """Return the findings, each with the mute of its code, None without one."""
     from bkctl.metadata.admin.health import HealthMutes
 
-    found = find_all(run, look)
-    codes = {mute.code for mute in HealthMutes(run.cluster).active()}
-    return [each for each in found if each.code not in codes], [each for each in found if each.code in codes]
+    mutes = {mute.code: mute for mute in HealthMutes(run.cluster).active()}
+    return [PlainRow(finding=each, mute=mutes.get(each.code)) for each in find_all(run, look)]
 
 
-def _say_ok(run: Run, unguarded: bool) -> None:
-    """Say on stdout, in a table's place, that a cluster has no findings; `unguarded`: no auditor watches it."""
+def _open(rows: list[PlainRow]) -> list[HealthFinding]:
+    """Return the findings that are not muted."""
+    return [row.finding for row in rows if row.mute is None]
+
+
+def _say_ok(run: Run) -> None:
+    """Say on stdout, in a table's place, that a cluster has no findings, and whether an auditor watches it."""
+    from bkctl.metadata.underreplication import AuditorElection
+
+    is_watched = AuditorElection(run.cluster.store).auditor() is not None
     if run.out.output is Output.TABLE:
         run.out.text("OK\n")
-    if unguarded:
+    if not is_watched:
         run.out.note("Auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' starts it")
 
 
@@ -361,30 +357,24 @@ DETAIL_COLUMNS = Columns(
 
 
 @command(health_app, "detail", connects=True, prints=rows_of(DETAIL_COLUMNS))
-def health_detail(run: Run, look: HealthLook) -> None:
+def health_detail(run: Run, look: Look) -> None:
     """Show each finding with its next command, muted ones too.
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
 
     $ bkctl cluster health detail
     """
-    from bkctl.metadata.admin.health import HealthMutes
-    from bkctl.metadata.underreplication import AuditorElection
-
     with run.job.working("Asking the bookies"):
-        mutes = {mute.code: mute for mute in HealthMutes(run.cluster).active()}
-        found = find_all(run, look)
-        unguarded = not found and AuditorElection(run.cluster.store).auditor() is None
-    rows = [PlainRow(finding=each, mute=mutes.get(each.code)) for each in found]
+        rows = _find(run, look)
     if run.out.output is Output.TABLE and run.out.selection.order is None:
         for index, row in enumerate(rows):
             run.out.text("\n" if index else "")
             run.out.show(row, DETAIL_COLUMNS)
     else:
         run.out.render(rows, DETAIL_COLUMNS)
-    if not found:
-        _say_ok(run, unguarded)
-    run.out.finish_with(sum(row.mute is None for row in rows))
+    if not rows:
+        _say_ok(run)
+    run.out.finish_with(len(_open(rows)))
 
 
 MUTE_COLUMNS = Columns(

@@ -95,15 +95,13 @@ def add(
     """
     from bkctl.metadata.uri import parse_uri
 
-    options = run.access.given_options()
-
     location = parse_uri(run.access.given_connection().uri)
     if location.security is not None:
         raise UsageError(
             "A context keeps no login or TLS in its URI",
             hint="give --metadata-user and --metadata-password-file, --metadata-tls-ca …",
         )
-    given: dict[str, Any] = {setting.field: getattr(options, setting.field) for setting in CONTEXT_SETTINGS}
+    given: dict[str, Any] = {setting.field: getattr(run.given, setting.field) for setting in CONTEXT_SETTINGS}
     given |= {name: path.absolute() for name, path in given.items() if isinstance(path, Path)}
     context = GlobalOptions(**{**given, "metadata_uri": location.text})
     contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-from bkctl.columns import Column, Columns, Kind
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import check_bookie_id
 
@@ -15,6 +15,7 @@ from .kit.next_steps import next_column
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, file_argument, flag, option, word
 from .kit.records import DirOption
 from .kit.texts import RED, counted
+from .kit.values import read_bounded
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from bkctl.metadata.store import Versioned
 
 app = group()
-
-#: A cookie is some paths; nothing larger is read.
-_FILE_SIZE_BYTES_MAX = 1 << 20
 
 BookieArgument = Annotated[str, word("BOOKIE", "The bookie's id.")]
 BookieOrConf = Annotated[str | None, word("BOOKIE", "The bookie's id (default: the one of --conf).")]
@@ -39,22 +37,14 @@ def _row(
     return PlainRow(bookie_id=bookie_id, place=place, cookie=None if error else found, version=version, error=error)
 
 
-def _part(title: str, name: str, attribute: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
-    def get(row: PlainRow) -> Any:
-        value = None if row.cookie is None else getattr(row.cookie, attribute)
-        return list(value) if isinstance(value, tuple) else value
-
-    return Column(title, name, get, kind, **settings)
-
-
 COOKIE_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
     Column("DIRECTORY", "directory", "place", optional=True),
-    _part("JOURNALS", "journalDirs", "journal_dirs", Kind.NESTED, flexible=True),
-    _part("LEDGERS", "ledgerDirs", "ledger_dirs", Kind.NESTED, flexible=True),
-    _part("INDEXES", "indexDirs", "index_dirs", Kind.NESTED, flexible=True),
-    _part("INSTANCE ID", "instanceId", "instance_id"),
-    _part("LAYOUT", "layoutVersion", "layout_version", Kind.INTEGER),
+    Column("JOURNALS", "journalDirs", value_at("cookie.journal_dirs"), Kind.NESTED, flexible=True),
+    Column("LEDGERS", "ledgerDirs", value_at("cookie.ledger_dirs"), Kind.NESTED, flexible=True),
+    Column("INDEXES", "indexDirs", value_at("cookie.index_dirs"), Kind.NESTED, flexible=True),
+    Column("INSTANCE ID", "instanceId", value_at("cookie.instance_id")),
+    Column("LAYOUT", "layoutVersion", value_at("cookie.layout_version"), Kind.INTEGER),
     Column("VERSION", "version", "version", Kind.INTEGER, optional=True),
     Column("PROBLEM", "error", "error", optional=True),
     key="bookieId",
@@ -112,7 +102,7 @@ def show(
         raise UsageError(f"--format {format.value}: only raw is supported", hint="leave it out to print the fields")
     found: list[tuple[str | None, bytes, int | None, str]]
     if bookie is None:
-        found = [(str(path), _read(path), None, str(path)) for path in _version_files(dir)]
+        found = [(str(each), read_bounded(each, "a cookie"), None, str(each)) for each in _version_files(dir)]
     else:
         node = _stored_node(run.cluster, bookie)
         found = [(None, node.value, node.version, f"cookie of {bookie} in {run.cluster.store.name}")]
@@ -156,14 +146,6 @@ def _version_files(directories: list[Path] | None) -> list[Path]:
     return found
 
 
-def _read(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        data = file.read(_FILE_SIZE_BYTES_MAX + 1)
-    if len(data) > _FILE_SIZE_BYTES_MAX:
-        raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is not a cookie")
-    return data
-
-
 #: For a cookie that is to be stored.
 _RENAME: Final = "such a bookie could not start; 'bkctl cookie rename' changes an id"
 
@@ -172,7 +154,7 @@ def _cookie_in(path: Path, *bookies: str, hint: str = _RENAME) -> tuple[bytes, C
     """Return bytes of a cookie file, and the cookie. Raises UsageError if it is of none of the bookies."""
     from bkctl.formats.metadata import Cookie
 
-    data = _read(path)
+    data = read_bounded(path, "a cookie")
     cookie = Cookie.parse(data, str(path))
     if cookie.bookie_id not in bookies:
         raise UsageError(f"{path} is the cookie of bookie {cookie.bookie_id}, not of {', '.join(bookies)}", hint=hint)

@@ -42,7 +42,7 @@ LocalDirectory = Annotated[
 
 def _local(run: Run, directory: Path | None) -> LocalCluster:
     """Return the local cluster in `directory`, else the one that is up. Raises UsageError for another named cluster."""
-    given = run.access.given_options()
+    given = run.given
     if given.metadata_uri is not None or given.conf is not None or given.context not in (None, LOCAL_CONTEXT):
         raise UsageError(
             "'bkctl local' works on the clusters of this machine, and an option names another cluster",

@@ -22,14 +22,8 @@ from .kit.terminal import emit
 app = group(parts=(top.app, api.console_app))
 
 
-class Shell(StrEnum):
-    """The shells that have a completion script."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
+#: The shells that have a completion script.
+Shell = StrEnum("Shell", "BASH ZSH FISH")
 #: Topics of help that are not commands.
 _TOPICS: Final = {"connection": connection_help, "exit-codes": exit_code_help}
 

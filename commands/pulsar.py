@@ -18,7 +18,7 @@ from bkctl.ids import LedgerId
 from .kit.columns import object_of, rows_of
 from .kit.command import Run, command, group
 from .kit.options import duration_option, flag, word
-from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
+from .kit.texts import YELLOW, counted, size_text, time_text
 from .kit.values import tap
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ RootOption = Annotated[
     ),
 ]
 QuickOption = Annotated[bool, flag("--quick", "Ask no bookie: positions that only cursors' ledgers have stay unknown.")]
-_STATE_STYLE = {
-    "ok": GREEN, "missing": RED, "unavailable": RED, "one-copy": YELLOW, "under-replicated": YELLOW,
-}  # fmt: skip
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from bkctl.ids import parse_bookie_address
 from .audit import shown_uri
 from .contexts import Contexts
 from .job import LongWork
-from .options import combined, option, read_password_file
+from .options import option, read_password_file
 from .printer import Printer
 from .settings import GlobalOptions, Session
 
@@ -99,10 +99,17 @@ def connect_to(levels: Levels, environment: Mapping[str, str]) -> Connection:
 
 
 class Login(NamedTuple):
-    """The login of a metadata store other than the connection's; None if no user is named."""
+    """The login of the store that --to names, which is not the connection's; None if no user is named."""
 
-    user: str | None
-    password_file: Path | None
+    user: Annotated[str | None, option("--to-user NAME", "Log in to the target; never with --metadata-user.")] = None
+    password_file: Annotated[
+        Path | None,
+        option(
+            "--to-password-file FILE",
+            "File with that user's password. For TLS or SASL name a context: --to context:NAME.",
+            Path,
+        ),
+    ] = None
 
     def over(self, settings: GlobalOptions) -> GlobalOptions:
         """Return the settings with this login in place of theirs, if there is one."""
@@ -111,21 +118,7 @@ class Login(NamedTuple):
         return replace(settings, metadata_user=self.user, metadata_password_file=self.password_file)
 
 
-NO_LOGIN: Final = Login(None, None)
-
-#: The login of the store that --to names.
-LoginOfTarget = Annotated[
-    Login,
-    combined(
-        Login,
-        option("--to-user NAME", "Log in to the target; never with --metadata-user."),
-        option(
-            "--to-password-file FILE",
-            "File with that user's password. For TLS or SASL name a context: --to context:NAME.",
-            Path,
-        ),
-    ),
-]
+NO_LOGIN: Final = Login()
 
 
 def context_connection(name: str, environment: Mapping[str, str]) -> Connection:
@@ -209,10 +202,6 @@ class Access:
     def standing_connection(self) -> Connection:
         """Return the connection of commands without connection options. Raises as `connection`."""
         return connect_to(self._levels[2:], os.environ)
-
-    def given_options(self) -> GlobalOptions:
-        """Return the options before the group and after the command, merged; nothing of the environment."""
-        return self._levels[0][1].over(self._levels[1][1])
 
     def given_connection(self) -> Connection:
         """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""

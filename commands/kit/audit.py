@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from bkctl.columns import iso_time
 from bkctl.redaction import SECRET_WORDS, without_secret_values, without_user_info
 
 SIZE_BYTES_MAX: Final = 8 << 20
@@ -117,8 +118,7 @@ class Audit:
     def _write(self, fields: Mapping[str, Any]) -> None:
         import json
 
-        now = time.time()
-        moment = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"
+        moment = iso_time(time.time_ns() // 1_000_000)
         line = json.dumps({"time": moment, **fields, **self._entry}, ensure_ascii=True) + "\n"
         try:
             _append(self.path, line.encode("ascii"))

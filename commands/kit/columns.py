@@ -17,19 +17,8 @@ from bkctl.errors import UsageError
 
 from .texts import binary_text, readable_text
 
-
-class Output(StrEnum):
-    """The forms of output; `table` and `wide` (a table of all columns, not cut) for people, the rest for scripts."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    JSON = "json"
-    NDJSON = "ndjson"
-    YAML = "yaml"
-    CSV = "csv"
-    ID = "id"
-
-
+#: The forms of output; `table` and `wide` (a table of all columns, not cut) for people, the rest for scripts.
+Output = StrEnum("Output", "TABLE WIDE JSON NDJSON YAML CSV ID")
 #: The number of ledgers that `--count` of lists prints in their place.
 COUNT_COLUMNS: Final = Columns(Column("LEDGERS", "count", int, Kind.INTEGER), key=None)
 

@@ -53,10 +53,11 @@ class Run:
     def __init__(self, session: Session, after: GlobalOptions) -> None:
         environment = read_environment(os.environ)
         levels: Levels = [("after the command", after), ("before the group", session.globals), (None, environment)]
-        given = after.over(session.globals)
-        options = given.over(environment)
-        name_connection(given)
-        self.out = Printer(session, options, given)
+        #: The options before the group and after the command, merged; nothing of the environment.
+        self.given = after.over(session.globals)
+        options = self.given.over(environment)
+        name_connection(self.given)
+        self.out = Printer(session, options, self.given)
         self.job = LongWork(session, self.out)
         self.access = Access(session, levels, options, self.out, self.job)
         self.consent = Consent(session, self.out, self.access, yes=options.yes)

@@ -34,8 +34,6 @@ _WORD: Final = re.compile(r"(?!-)[\w./:@%+=,\[\]-]+")
 #: The age of answers of a cluster that are still offered.
 CACHE_S: Final = 10.0
 
-#: The metavars of values that the shell completes: files and directories.
-FILES: Final = ("FILE", "DIR")
 #: The exit code where the shell's own file names complete the word.
 FILES_CODE: Final = 3
 

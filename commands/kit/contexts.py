@@ -26,10 +26,10 @@ from typing import Any, Final
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 
 from .settings import CONTEXT_SETTINGS, GlobalOptions
+from .values import read_bounded
 
 CURRENT: Final = "current-context"
 _KEYS: Final = (CURRENT, "contexts")
-_FILE_SIZE_BYTES_MAX: Final = 1 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-key)", re.IGNORECASE)
 
@@ -57,14 +57,9 @@ class Contexts:
         """
         path = config_file(environment)
         try:
-            with open(path, "rb") as file:
-                content = file.read(_FILE_SIZE_BYTES_MAX + 1)
+            return cls(path, read_bounded(path, "a configuration file").decode())
         except (FileNotFoundError, NotADirectoryError):
             return cls(path, None)
-        if len(content) > _FILE_SIZE_BYTES_MAX:
-            raise UsageError(f"{path} is larger than {_FILE_SIZE_BYTES_MAX} bytes, so it is not a configuration file")
-        try:
-            return cls(path, content.decode())
         except UnicodeDecodeError as error:
             raise UsageError(f"{path}: not TOML: {error}") from error
 

@@ -10,16 +10,16 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from inspect import Parameter
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 import typer
 
 from bkctl.errors import UsageError
 from bkctl.pace import Pace
 
-from .values import checked, parse_duration, parse_number, parse_size, refuse_both
+from .values import checked, parse_duration, parse_number, parse_size, read_bounded, refuse_both
 
 PASSWORD_SIZE_BYTES_MAX: Final = 65536
 WATCH_S_DEFAULT: Final = 2.0
@@ -87,16 +87,24 @@ def _part(param: Parameter, parse: Callable[[Any], Any] | None = None) -> Compos
 
 
 def composite_of(part: Any) -> Composite:
-    """Return the composite of a parameter, or of a type: the one that annotates it, else one of the parameter alone."""
+    """Return the composite of a parameter, or of a type: the one that annotates it, else one of the parameter alone.
+
+    A NamedTuple whose fields are options is the composite of these.
+    """
     annotation = part.annotation if isinstance(part, Parameter) else part
     found = [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Composite)]
-    return found[0] if found else _part(part.replace(kind=Parameter.KEYWORD_ONLY))
+    if found:
+        return found[0]
+    if not (isinstance(annotation, type) and issubclass(annotation, tuple)):
+        return _part(part.replace(kind=Parameter.KEYWORD_ONLY))
+    types, fields = get_type_hints(annotation, include_extras=True), signature(annotation).parameters.values()
+    return combined(annotation, *(parameter(each.name, types[each.name], each.default) for each in fields))
 
 
 def combined(make: Callable[..., Any], *parts: Any) -> Composite:
     """Return the parameters of `parts` as one value, which `make` returns for the values of the parts, in order.
 
-    A part is a Parameter, a Composite, or a type of options that is annotated with one.
+    A part is a Parameter, a Composite, or what `composite_of` takes.
     """
     found = [part if isinstance(part, Composite) else composite_of(part) for part in parts]
     return Composite(
@@ -168,26 +176,14 @@ ReadPace = Annotated[Pace, pace_option("Read at most this much per second: 20MiB
 RecordPace = Annotated[Pace, pace_option("Process at most N records per second.", has_bytes=False)]
 
 
-class BinaryFormat(StrEnum):
-    """The form of bytes in the output."""
-
-    BASE64 = "base64"
-    UTF8 = "utf8"
-    HEX = "hex"
-    RAW = "raw"
-
-
+#: The form of bytes in the output.
+BinaryFormat = StrEnum("BinaryFormat", "BASE64 UTF8 HEX RAW")
 #: `--format` of commands that print bytes; None: base64 in json, ndjson and csv.
 BinaryFormatOption = Annotated[
     BinaryFormat | None, flag("--format FORMAT", "Form of bytes: base64, utf8, hex, or raw (prints nothing else).")
 ]
-
-
-class ProtocolVersion(StrEnum):
-    """The wire protocol."""
-
-    V2 = "v2"
-    V3 = "v3"
+#: The wire protocol.
+ProtocolVersion = StrEnum("ProtocolVersion", "V2 V3")
 
 
 def _protocol(version: ProtocolVersion) -> Any:
@@ -283,28 +279,15 @@ CUSTOM_METADATA_FILTER: Final = combined(
 )
 
 
-class LedgerSizes(NamedTuple):
-    """Sizes and digest of a new ledger."""
+class LedgerShape(NamedTuple):
+    """Ensemble size, quorums and digest type of a ledger that is to be created."""
 
-    ensemble_size: int
-    write_quorum_size: int
-    ack_quorum_size: int
-    digest_type: Any
-
-
-#: Ensemble size, quorums and digest type of a ledger that is to be created.
-LedgerShape = Annotated[
-    LedgerSizes,
-    combined(
-        LedgerSizes,
-        option("--ensemble-size N", "Number of bookies that store a fragment.", int, 3, show_default=True),
-        option("--write-quorum N", "Number of bookies that store each entry.", int, 2, show_default=True),
-        option("--ack-quorum N", "Number of bookies that must acknowledge an entry.", int, 2, show_default=True),
-        option(
-            "--digest-type TYPE", "CRC32C, CRC32, HMAC or DUMMY.", str, "CRC32C", parse=_digest_type, show_default=True
-        ),
-    ),
-]
+    ensemble_size: Annotated[int, flag("--ensemble-size N", "Number of bookies that store a fragment.")] = 3
+    write_quorum_size: Annotated[int, flag("--write-quorum N", "Number of bookies that store each entry.")] = 2
+    ack_quorum_size: Annotated[int, flag("--ack-quorum N", "Number of bookies that must acknowledge an entry.")] = 2
+    digest_type: Annotated[
+        Any, option("--digest-type TYPE", "CRC32C, CRC32, HMAC or DUMMY.", str, "CRC32C", parse=_digest_type)
+    ] = None
 
 
 def file_argument(help: str) -> Composite:
@@ -363,11 +346,7 @@ WatchOption = Annotated[
 
 def read_password_file(path: Path) -> bytes:
     """Return the password in a file, without a final line end. Raises UsageError for too large a file, OSError."""
-    with open(path, "rb") as stream:
-        content = stream.read(PASSWORD_SIZE_BYTES_MAX + 1)
-    if len(content) > PASSWORD_SIZE_BYTES_MAX:
-        raise UsageError(f"{path}: larger than {PASSWORD_SIZE_BYTES_MAX} bytes, so not a password file")
-    return content.removesuffix(b"\n").removesuffix(b"\r")
+    return read_bounded(path, "a password file", PASSWORD_SIZE_BYTES_MAX).removesuffix(b"\n").removesuffix(b"\r")
 
 
 def ledger_password(text: str | None, file: Path | None) -> bytes:

@@ -50,18 +50,6 @@ def _coerce(kind: type, many: bool, value: Any, param: Any, ctx: Any) -> Any:
         raise typer.BadParameter(f"{value!r} is not {expected}", ctx=ctx, param=param) from None
 
 
-def _use_plain_values(params: Iterable[Any]) -> None:
-    """Give each parameter of a plain type its own conversion; others keep Typer's."""
-    for param in params:
-        if not hasattr(param, "get_runtime_param"):
-            continue
-        kind, many = param.type_descriptor.annotation, False
-        if get_origin(kind) is list:
-            (kind,), many = get_args(kind), True
-        if isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
-            param.get_runtime_param = partial(SimpleNamespace, coerce=partial(_coerce, kind, many))
-
-
 def shown_names(param: Any) -> list[str]:
     """Return the names of a parameter without its former ones."""
     return [name for name in param.opts if not isinstance(name, OldName)]
@@ -172,9 +160,15 @@ class _PlainHelp:
     """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters and `--help`."""
+        """Return the parameters and `--help`; each of a plain type with its own conversion, others with Typer's."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        _use_plain_values(params)
+        for param in params:
+            if hasattr(param, "get_runtime_param"):
+                kind = param.type_descriptor.annotation
+                many = get_origin(kind) is list
+                kind = get_args(kind)[0] if many else kind
+                if isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
+                    param.get_runtime_param = partial(SimpleNamespace, coerce=partial(_coerce, kind, many))
         return params
 
     def get_help(self, ctx: Any) -> str:

@@ -25,7 +25,6 @@ from .options import (
     digest_type_option,
     flag,
     number_option,
-    option,
     parameter,
 )
 from .output import RowWriter
@@ -61,18 +60,33 @@ class TypeName(StrEnum):
         return next((each for each in cls if words(each.value) == value), None)
 
 
-class RecordOptions(NamedTuple):
+class Records(NamedTuple):
     """The records to show, and their form."""
 
-    ledgers: ScanFilter = ScanFilter(None, None)
-    entry_id: int | None = None
-    position_first: int | None = None
-    position_last: int | None = None
-    types: list[TypeName] | None = None
-    limit: int | None = None
-    body: bool = False
-    format: BinaryFormat | None = None
-    digest_type: DigestType | None = None
+    ledgers: Annotated[ScanFilter, SCAN_LEDGERS] = ScanFilter(None, None)
+    entry_id: Annotated[int | None, number_option("--entry", "Only this entry id.")] = None
+    position_first: Annotated[
+        int | None, number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all).")
+    ] = None
+    position_last: Annotated[
+        int | None, number_option("--to-pos", "The last byte that a shown record may begin at.")
+    ] = None
+    types: Annotated[
+        list[TypeName] | None,
+        flag(
+            "--type TYPE",
+            f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding and ledgersMap).",
+        ),
+    ] = None
+    limit: Annotated[int | None, count_option("--limit", "Print at most N records.")] = None
+    body: Annotated[bool, flag("--body", "Print the payloads, too.")] = False
+    format: BinaryFormatOption = None
+    digest_type: Annotated[
+        Any,
+        digest_type_option(
+            "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
+        ),
+    ] = None
 
     def filter(self) -> RecordFilter:
         """Return the RecordFilter that these options ask for. Raises UsageError for a negative position."""
@@ -85,27 +99,6 @@ class RecordOptions(NamedTuple):
         types = None if not self.types else frozenset(RecordType(each.value) for each in self.types)
         return RecordFilter(*self.ledgers, self.entry_id, types, self.position_first or 0, self.position_last)
 
-
-Records = Annotated[
-    RecordOptions,
-    combined(
-        RecordOptions,
-        SCAN_LEDGERS,
-        number_option("--entry", "Only this entry id."),
-        number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
-        number_option("--to-pos", "The last byte that a shown record may begin at."),
-        option(
-            "--type TYPE", f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
-            "and ledgersMap).", list[TypeName]
-        ),
-        count_option("--limit", "Print at most N records."),
-        option("--body", "Print the payloads, too.", bool, False),
-        parameter("format", BinaryFormatOption),
-        digest_type_option(
-            "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
-        )
-    )
-]  # fmt: skip
 
 DirOption = Annotated[
     list[Path] | None, flag("--dir DIR", "A directory of the bookie, with or without its current; repeatable.")
@@ -126,7 +119,7 @@ ShowSecretsOption = Annotated[bool, flag("--show-secrets", "Print the master key
 
 
 def record_columns(
-    path: Path, file_id: int | None, id_name: str, options: RecordOptions, *, secrets: bool = False
+    path: Path, file_id: int | None, id_name: str, options: Records, *, secrets: bool = False
 ) -> Columns:
     """Return the columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
     from bkctl.formats.record import NO_LEDGER, RecordType
@@ -165,7 +158,7 @@ def record_columns(
 
 def shown_record_columns(id_name: str) -> Columns:
     """Return the columns of records with and without --body and --show-secrets."""
-    variants = (RecordOptions(), False), (RecordOptions(body=True), True)
+    variants = (Records(), False), (Records(body=True), True)
     return union(*(record_columns(Path(), None, id_name, options, secrets=secrets) for options, secrets in variants))
 
 
@@ -182,7 +175,7 @@ def print_records(
     run: Run,
     files: Iterable[tuple[Path, int | None, Iterator[RecordBatch]]],
     id_name: str,
-    options: RecordOptions,
+    options: Records,
     *,
     secrets: bool = False,
 ) -> None:
@@ -255,7 +248,7 @@ def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType 
 class _Tally:
     """Counts records against the limit, and those whose payload was wanted and cannot be told from the digest."""
 
-    def __init__(self, options: RecordOptions) -> None:
+    def __init__(self, options: Records) -> None:
         self._options = options
         self.left = options.limit
         self.unknown = 0

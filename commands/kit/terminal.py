@@ -42,19 +42,14 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not _is_reader_gone(error):
+        # EIO of a file is its disk's, which loses data; that of a terminal says that it is closed.
+        is_closed = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
+        if not (is_closed or isinstance(error, BrokenPipeError)):
             raise OSError(error.errno, error.strerror, "stdout") from error
         if _on_closed is None:
             raise ClosedOutput from error
         discard(sys.stdout)
         _on_closed()
-
-
-def _is_reader_gone(error: OSError) -> bool:
-    """Return True for a closed pipe or terminal. EIO of a file is its disk's, which loses data."""
-    if error.errno == errno.EIO:
-        return stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
-    return isinstance(error, BrokenPipeError)
 
 
 def emit(text: str, stream: TextIO | None = None) -> None:

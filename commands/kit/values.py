@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Final, TypeVar
 
 from bkctl.errors import UsageError
@@ -82,6 +83,15 @@ def tap(rows: Iterable[R], look: Callable[[R], object]) -> Iterator[R]:
     for row in rows:
         yield row
         look(row)
+
+
+def read_bounded(path: Path, what: str, size_max_bytes: int = 1 << 20) -> bytes:
+    """Return the content of a file. Raises UsageError for one too large to be `what`, OSError."""
+    with open(path, "rb") as file:
+        content = file.read(size_max_bytes + 1)
+    if len(content) > size_max_bytes:
+        raise UsageError(f"{path} is larger than {size_max_bytes} bytes, so it is not {what}")
+    return content
 
 
 def percentage(threshold: float | None) -> float | None:

@@ -103,7 +103,7 @@ def list_work(directory: Path) -> list[dict[str, Any]]:
     _remove_old(directory)
     found = []
     ours = _identity()
-    for path in _state_files(directory):
+    for path in sorted(directory.glob("*.json")):
         with suppress(*_DAMAGE):
             state = json.loads(_read(path))
             is_here = all(state[name] == ours[name] for name in ("host", "namespace"))
@@ -153,13 +153,9 @@ def _is_alive(state: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     return may_live(state["pid"]) if start is None else start == state["start"]
 
 
-def _state_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.json"))
-
-
 def _remove_old(directory: Path) -> None:
     """Remove the files of work that ended KEPT_S ago, however it ended."""
-    for path in _state_files(directory):
+    for path in sorted(directory.glob("*.json")):
         # Running work replaces its file every second; a stopped process (Ctrl-Z) does not.
         with suppress(*_DAMAGE):
             if time.time() - path.stat().st_mtime > KEPT_S:

@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 from bkctl.pace import Pace
 
-from ..kit.access import LoginOfTarget
+from ..kit.access import Login
 from ..kit.columns import fields
 from ..kit.command import Printer, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOrFile, LedgerToCreate, ManyLedgers, scope_option
@@ -365,7 +365,7 @@ def copy(
         Any, digest_type_option("Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).")
     ],
     pace: CopyPace,
-    login: LoginOfTarget,
+    login: Login,
     to_scope_id: Annotated[int | None, scope_option("Ledger scope id of the copy (default: unchanged).", "--to-scope")],
     to: Annotated[
         str | None, flag("--to URI", "The cluster of the copy, by metadata URI or context:NAME (default: this one).")

@@ -27,7 +27,6 @@ from ..kit.options import (
     Entries,
     LedgerPassword,
     LedgerShape,
-    LedgerSizes,
     ProtocolOption,
     count_option,
     flag,
@@ -269,7 +268,7 @@ def tail_ledger(
 
 
 async def create_ledger(
-    bookkeeper: BookKeeper, target: NewLedger, shape: LedgerSizes, password: bytes, custom_metadata: dict[str, bytes]
+    bookkeeper: BookKeeper, target: NewLedger, shape: LedgerShape, password: bytes, custom_metadata: dict[str, bytes]
 ) -> WriteHandle:
     settings: dict[str, Any] = {**shape._asdict(), "password": password, "custom_metadata": custom_metadata}
     if target.ledger is None and target.scope_id == 0:

@@ -16,7 +16,7 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId, check_bookie_id, random_u64
 from bkctl.pace import Pace
 
-from ..kit.access import LoginOfTarget
+from ..kit.access import Login
 from ..kit.columns import Output, PlainRow, fields, hex_column
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport, ScopeOfAny, scope_option
@@ -250,7 +250,7 @@ def migrate(
         str | None,
         flag("--to URI", "The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME."),
     ] = None,
-    login: LoginOfTarget,
+    login: Login,
     pace: RecordPace,
     overwrite: Overwrite = False,
     live: Annotated[
