@@ -157,7 +157,7 @@ def _free_stamp(layout: BookieLayout) -> str:
 
 def _fingerprint(layout: BookieLayout) -> str:
     """Return a hash that changes when a bookie runs: names, sizes and times of journals, logs and marks."""
-    found = ["directory by directory"]  # a conversion that converts in another order begins again
+    found = []
     for directory in (*layout.journal_dirs, *layout.ledger_dirs):
         for place in (directory, directory / "scoped"):
             if place.is_dir():
