@@ -910,6 +910,10 @@ class HBaseServer(Server):
             "hbase.hregion.memstore.mslab.enabled": "false",
             "hbase.regionserver.handler.count": 10,
             "hbase.master.start.timeout.localHBaseCluster": int(LIMIT_S * 1000),
+            # The only region server reports at once, and the master waits for no other: else a start waits 5 s or more.
+            "hbase.regionserver.msginterval": 250,
+            "hbase.master.wait.on.regionservers.maxtostart": 1,
+            "hbase.master.wait.on.regionservers.interval": 100,
         }  # fmt: skip
         configuration = self.directory / "configuration"
         configuration.mkdir(parents=True, exist_ok=True)
