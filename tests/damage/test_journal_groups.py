@@ -1,4 +1,4 @@
-"""Damage of every byte of a journal's last three groups, each of which was synced and acknowledged.
+"""Damage of every byte that matters of a journal's last three groups, which were synced and acknowledged.
 
 A damaged byte is harmless, or the journal is refused, or what is missing is of the last group: only that one can be
 what a crash left. Records have no checksum, so damage of an entry's own bytes is left to the entry's digest.
@@ -30,6 +30,8 @@ from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.journal_writer import JournalWriter
 
+#: Ledger id, entry id, last add confirmed and length, before the digest.
+ENTRY_HEADER_SIZE = 32
 LEDGERS = (LedgerId(0, 5), LedgerId(7, 5), LedgerId(0, 0x1234_5678_9ABC))
 #: The shapes of groups: payload sizes of entries; None ends the group at the alignment without padding.
 SHAPES: dict[str, tuple[int | None, ...]] = {
@@ -163,9 +165,17 @@ def check_outcome(path: Path, whole: Journal, first: int, last: int) -> str:
 
 
 def every_byte(whole: Journal) -> Iterator[tuple[int, int, bytes]]:
-    """Yield damage: where it begins and ends, and the bytes to write there."""
+    """Yield damage: where it begins and ends, and the bytes to write there. Of payloads every ninth byte is damaged."""
     data = whole.data
+    payloads = {
+        at
+        for each in whole.records
+        for at in range(each.offset + 4 + ENTRY_HEADER_SIZE + 4, each.offset + 4 + each.record_size - 1)
+        if each.type is RecordType.ENTRY and at % 9
+    }
     for at in range(whole.groups[0], whole.end):
+        if at in payloads:
+            continue
         flips = {data[at] ^ 0xFF, data[at] ^ 0x80, 0} - {data[at]}
         yield from ((at, at + 1, bytes((value,))) for value in sorted(flips))
 

@@ -33,8 +33,17 @@ def ask(bookie: ApacheBookie | OwnBookie, *requests: Request) -> set[Status]:
     return asyncio.run(body())
 
 
-@pytest.mark.parametrize("taken", ["port", "registration", "journal"])
-@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+# The storage is not opened before the port and the registration are known to be free: each storage is tried once there.
+@pytest.mark.parametrize(
+    ("storage", "taken"),
+    [
+        pytest.param(SORTED, "port", id="sorted-port"),
+        pytest.param(DB, "registration", id="db-registration"),
+        pytest.param(SORTED, "journal", id="sorted-journal"),
+        pytest.param(INTERLEAVED, "journal", id="interleaved-journal"),
+        pytest.param(DB, "journal", id="db-journal"),
+    ],
+)
 def test_entries_that_apaches_bookie_acknowledges_after_a_refused_start_survive_its_kill(
     java: Java, zookeeper: ZooKeeperServer, tmp_path: Path, storage: str, taken: str
 ) -> None:

@@ -14,6 +14,11 @@ class Engine(NamedTuple):
     session: Any
     options: tuple[str, ...]
 
+    @property
+    def here(self) -> Engine:
+        """The engine of this process, for what is the same on both: what a test compares with, and further variants."""
+        return Engine(None, ())
+
     def run(self, uri: str | None, *arguments: object) -> Any:
         """Run a command of `bkctl pipeline`."""
         return CommandLine(uri)("pipeline", *arguments, *self.options, "-o", "ndjson")

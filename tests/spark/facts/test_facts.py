@@ -251,18 +251,21 @@ def _with_text(name: str, value: str) -> Callable[[pa.Table], pa.Table]:
 _long_names = _with_text("ledgerQualifiedName", "0" * 32 + "\n")
 _other_names = _with_text("ledgerQualifiedName", "zz")
 
-#: A table, a change of its files, and a job that reads them.
+#: A table, a change of its files, and a job that reads them: for both engines, one of each table.
 FOREIGN: list[tuple[str, Callable[[pa.Table], pa.Table], str]] = [
     ("records", _without_values, "integrity"),
-    ("records", _without_columns, "integrity"),
     ("ledgers", _long_names, "garbage"),
-    ("ledgers", _other_names, "inventory"),
-    ("index", _without_values, "integrity"),
     ("index", _other_names, "integrity"),
     ("journal_records", _without_columns, "journal-audit"),
+    ("evidence", _with_text("problem", "unknown"), "integrity"),
+]
+#: More, for the engine of this process: both have the check of rows in common.
+MORE_FOREIGN: list[tuple[str, Callable[[pa.Table], pa.Table], str]] = [
+    ("records", _without_columns, "integrity"),
+    ("ledgers", _other_names, "inventory"),
+    ("index", _without_values, "integrity"),
     ("journal_records", _other_names, "integrity"),
     ("evidence", _other_names, "integrity"),
-    ("evidence", _with_text("problem", "unknown"), "integrity"),
 ]
 
 
@@ -271,7 +274,8 @@ def test_rows_that_no_extract_writes_are_refused_with_their_table(
 ) -> None:
     uri = tmp_path / "facts"
     extracted(intact, str(uri), named=False)  # the records of HMAC and DUMMY are evidence
-    for number, (table, change, job) in enumerate(FOREIGN):
+    cases = FOREIGN if engine.options else FOREIGN + MORE_FOREIGN
+    for number, (table, change, job) in enumerate(cases):
         foreign = tmp_path / f"foreign{number}"  # the session may keep rows of a path whose job failed
         shutil.copytree(uri, foreign)
         for file in (foreign / "v1" / table).rglob("*.parquet"):

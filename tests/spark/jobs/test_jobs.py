@@ -282,11 +282,11 @@ def test_integrity_shows_ranges_by_ledger_bookie_and_log(engine: Engine, files: 
         file.seek(offset)
         file.write(struct.pack(">i", -7))
     command = ("integrity", files.directory, "--by")
-    entries = engine.rows(files.uri, *command, "entry", code=3)
+    entries = engine.here.rows(files.uri, *command, "entry", code=3)
     ledger = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
     same = (*ledger, "problem", "intactCount", "writeQuorumSize", "ledgerState")
     keys = {"ledger": same, "bookie": ("bookieId", *same), "log": ("bookieId", "file", *same)}
-    answers = {by: engine.run(files.uri, *command, by) for by in keys}
+    answers = {by: (engine if by == "log" else engine.here).run(files.uri, *command, by) for by in keys}
     found = {by: [json.loads(line) for line in answer.out.splitlines()] for by, answer in answers.items()}
     for by, of_range in keys.items():
         names = (*of_range, "firstEntryId", "lastEntryId", "findingCount", "entryCount")
@@ -441,13 +441,14 @@ def test_audit_reports_replayed_hidden_and_unlogged_records(engine: Engine, file
     files = copied(files, tmp_path)
     place = files.places()[0]
     everything = promised(files, [*files.journaled[:1], *files.journaled[2:]])
-    entries = engine.rows(files.uri, "journal-audit", "--by", "entry", files.directory)
+    entries = engine.here.rows(files.uri, "journal-audit", "--by", "entry", files.directory)
     open_name = files.journaled[1].ledger.qualified_name
     unlogged = {(row["ledgerQualifiedName"], row["entryId"], row["bookieId"]) for row in entries}
     assert {key for key in unlogged if key[0] != open_name} == everything
     assert {row["replayed"] for row in entries} == {True}
     for by, keys in (("ledger", ()), ("log", ("bookieId", "file"))):
-        ranges = engine.rows(files.uri, "journal-audit", "--by", by, files.directory)
+        on = engine if keys else engine.here
+        ranges = on.rows(files.uri, "journal-audit", "--by", by, files.directory)
         of_range = (*keys, "ledgerQualifiedName", "logged", "replayed", "state")
         names = (*of_range, "firstEntryId", "lastEntryId", "findingCount", "entryCount")
         assert sorted_rows([{name: row[name] for name in names} for row in ranges]) == sorted_rows(
@@ -478,7 +479,7 @@ def test_audit_reports_replayed_hidden_and_unlogged_records(engine: Engine, file
     assert not rows
     for mark in Path(place, "ledgers", "current").glob("lastMark*"):
         mark.write_bytes(struct.pack(">qq", int(journal.stem, 16) + 1, 0))
-    rows_after = engine.rows(files.uri, "journal-audit", "--by", "entry", place, code=7)
+    rows_after = engine.here.rows(files.uri, "journal-audit", "--by", "entry", place, code=7)
     assert {(row["replayed"], row["state"]) for row in rows_after} == {(False, "alive")}
 
 
@@ -636,7 +637,7 @@ def test_report_is_one_page_with_escaped_names(engine: Engine, files: Files, tmp
         assert metric.type == "gauge"
         samples.setdefault(metric.name, {})[metric.labels.get("job") or metric.labels.get("bookie", "")] = metric.value
     assert samples["bkctl_report_findings"] == {part["job"]: part["findings"] for part in parts}
-    inventory = engine.rows(files.uri, "inventory", "--by", "bookie", files.directory)
+    inventory = engine.here.rows(files.uri, "inventory", "--by", "bookie", files.directory)
     assert samples["bkctl_report_entry_bytes"] == {row["bookieId"]: row["size"] for row in inventory}
     assert samples["bkctl_report_entries"] == {row["bookieId"]: row["entryCount"] for row in inventory}
     assert set(samples["bkctl_report_garbage_bytes"]) == {row["bookieId"] for row in inventory}
