@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -21,6 +22,8 @@ R = TypeVar("R")
 
 #: More would wait for the process that reads.
 _COUNT: Final = 2
+#: Objects between two collections of garbage: a batch has thousands, and none of them is garbage.
+_COLLECTION: Final = 50_000
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,6 +37,8 @@ class Forks(Generic[T, R]):
         self._workers: deque[tuple[int, BufferedRWPair]] = deque()
         # On macOS libraries do not work after a fork; a thread may hold a lock that no one would release.
         if sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and threading.active_count() == 1:
+            gc.freeze()
+            gc.set_threshold(_COLLECTION)
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
                 for _ in range(_COUNT):
@@ -110,9 +115,6 @@ class Forks(Generic[T, R]):
 
 def _serve(work: Callable[[T], R], file: BufferedRWPair) -> None:
     """Answer the items that come until the other end is closed."""
-    import gc
-
-    gc.disable()  # It would look at all that the command has made, again and again.
     signal.set_wakeup_fd(-1)
     for number in _SIGNALS:  # They are for the command, which ends this process.
         signal.signal(number, signal.SIG_IGN)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, tee
@@ -28,6 +29,8 @@ from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConn
 from bkctl.metadata.store import Versioned
 
 _BATCH_SIZE_MAX: Final = 512
+#: With fewer batches, a listing waits for the server.
+_UNDER_WAY: Final = 4
 #: Fewer reads are not worth a session of their own.
 _MULTI_READ_MIN: Final = 8
 _CONNECT_S: Final = 2.0
@@ -226,13 +229,17 @@ class ZooKeeperReads(SessionStore):
     def _pipeline(self, operation: str, paths: Iterable[str]) -> Iterator[Any]:
         """Yield the answers in order. A read that gave no answer is repeated alone, and raises its error.
 
-        Two batches are under way. A batch grows while its answers are small, and shrinks when they are large.
+        Some batches are under way. A batch grows while its answers are small, and shrinks when they are large.
         """
         _, _, _, size, grow_below, shrink_above = _OPERATIONS[operation]
         remaining = iter(paths)
-        paths, finish = self._begin(operation, list(islice(remaining, size)), size)
-        while paths:
-            ahead = self._begin(operation, list(islice(remaining, size)), size)
+        under_way = deque[tuple[list[str], _Finish]]()
+        while True:
+            while len(under_way) < _UNDER_WAY and (batch := list(islice(remaining, size))):
+                under_way.append(self._begin(operation, batch, size))
+            if not under_way:
+                return
+            paths, finish = under_way.popleft()
             weight = 0
             began_s = time.monotonic()
             answers = finish()
@@ -250,7 +257,6 @@ class ZooKeeperReads(SessionStore):
                 size = max(size // 2, 1)
             elif weight < grow_below and size < _BATCH_SIZE_MAX:
                 size *= 2
-            paths, finish = ahead
 
     def _begin(self, operation: str, paths: list[str], size: int) -> tuple[list[str], _Finish]:
         """Ask for the nodes at `paths`; return these, and the function that waits for the answers."""
