@@ -69,8 +69,9 @@ class Forks(Generic[T, R]):
 
     def __exit__(self, *_: object) -> None:
         for process, file in self._workers:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+            with contextlib.suppress(OSError):  # Our parent may have had us ignore the ends of our children.
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
             with contextlib.suppress(OSError):
                 file.close()
         self._workers.clear()

@@ -172,6 +172,13 @@ def test_no_process_outlives_a_command_that_is_killed(waiting: tuple[subprocess.
     assert not any(map(is_alive, others))
 
 
+def test_a_list_needs_no_news_of_its_processes(uri: str) -> None:
+    command = f"trap '' CHLD; exec {sys.executable} -m bkctl -u {uri} ledger list -o ndjson"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.count("\n") == LEDGERS
+
+
 def test_a_list_ends_with_its_reader(uri: str) -> None:
     command = f"{sys.executable} -m bkctl -u {uri} ledger list -o ndjson | head -n 1"
     answer = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
