@@ -43,7 +43,7 @@ class _Shown:
         self.width = self.least = self.comfort = 0
 
     def measure(self, cells: Sequence[str], room: int) -> None:
-        """Find how narrow the column may become in a terminal of `room` columns; `cells` are those of the sample."""
+        """Find how narrow the column may become in a terminal of `room` columns; `cells` are a sample."""
         self.width = min(self.width, max(room, _NARROW))
         given = [cell for cell in cells if cell != NULL]
         self.is_empty = not given
