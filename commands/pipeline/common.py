@@ -306,7 +306,7 @@ def show_result(
 ) -> None:
     """Run a job, print and save its rows `by` a word of `--by`, and end with its problems or findings.
 
-    The job `connects` unless it needs no cluster; `settings` are those of its result.
+    The job `connects` unless it needs no cluster; `settings` belong to its result.
     """
     shown, columns = Sums(), kind.columns[by]
     with read_job(run, given, kind.label, columns, connects=connects) as job:
