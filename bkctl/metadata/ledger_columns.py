@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.columns import TEXTS, TIME_MS_MAX, TIME_MS_MIN, Column, Columns, Kind, SharedObject, base64_text
-from bkctl.formats.metadata import CustomMetadata, Ensembles
 from bkctl.formats.pulsar import read_message_id
 from bkctl.metadata.pulsar_topics import owner_of, topic_of
 
@@ -40,6 +39,8 @@ class LedgerRow(NamedTuple):
 
 def ledger_rows(ledgers: Iterable[tuple[LedgerId, VersionedMetadata]]) -> Iterator[LedgerRow]:
     """Yield a row for each ledger. Lists have millions of them, so what their ledgers share is made once."""
+    from bkctl.formats.metadata import CustomMetadata, Ensembles
+
     for ledger, (metadata, _, ctime_ms) in ledgers:
         fragments, custom = metadata.ensembles, metadata.custom_metadata
         ensembles, (shown, pulsar) = getattr(fragments, "shown", None), getattr(custom, "shown", None) or (None, None)
