@@ -399,8 +399,8 @@ class Inquiry:
         try:
             api = self.api_of(bookie)
             collection = api.garbage_collection()
-            for name, value in _gc_metrics(api).items():
-                why.fact(f"{name}: {value:,.0f}", "its /metrics")
+            for metric, value in _gc_metrics(api).items():
+                why.fact(f"{metric}: {value:,.0f}", "its /metrics")
             if collection.suspended_by_disks:
                 why.fact(f"Compaction does not run: {collection.suspended_by_disks}", "its garbage collector")
             elif collection.major_suspended or collection.minor_suspended:
