@@ -396,6 +396,20 @@ def sharing(archive: Path) -> tuple[str, ...]:
     return (f"-XX:SharedArchiveFile={archive}", "-Xlog:disable") if archive.exists() else ()
 
 
+@contextlib.contextmanager
+def _place_of(archive: Path) -> Iterator[Path | None]:
+    """Provide a scratch directory to make an archive in, which replaces those of other files; None if it exists."""
+    with locked(CACHE / "archives.lock"):
+        if archive.exists():
+            yield None
+            return
+        archive.parent.mkdir(exist_ok=True)
+        for old in archive.parent.glob(f"{archive.name.rpartition('-')[0]}-*"):
+            old.unlink()
+        with tempfile.TemporaryDirectory(dir=archive.parent) as scratch:
+            yield Path(scratch)
+
+
 def _dump_archive(java: str, names: Path, archive: Path, class_path: str) -> None:
     """Write an archive of the classes that the file `names` has, if Java can."""
     partial = archive.with_suffix(".partial")
@@ -474,23 +488,19 @@ class Java:
         serves other releases, too, whose JVMs skip names that they lack. Without an archive all works as well.
         """
         archive = self._archive()
-        with locked(CACHE / "archives.lock"):
-            if archive.exists():
+        with _place_of(archive) as directory:
+            if directory is None:
                 return
-            archive.parent.mkdir(exist_ok=True)
-            for old in archive.parent.glob(f"{self.version}-*"):
-                old.unlink()
-            with tempfile.TemporaryDirectory(dir=archive.parent) as scratch:
-                directory, names = Path(scratch), archive.with_suffix(".classes")
-                if others := sorted(archive.parent.glob("*.classes")):
-                    names = others[-1]
-                else:
-                    self._shared = (f"-XX:DumpLoadedClassList={directory}/%p.classes",)
-                    self._live_shortly(directory)
-                    lists = [each.read_text().splitlines() for each in sorted(directory.glob("*.classes"))]
-                    names.write_text("\n".join(dict.fromkeys(itertools.chain(*lists))) + "\n")
-                _dump_archive(self.java, names, archive, self.class_path)
-                self._shared = None
+            names = archive.with_suffix(".classes")
+            if others := sorted(archive.parent.glob("*.classes")):
+                names = others[-1]
+            else:
+                self._shared = (f"-XX:DumpLoadedClassList={directory}/%p.classes",)
+                self._live_shortly(directory)
+                lists = [each.read_text().splitlines() for each in sorted(directory.glob("*.classes"))]
+                names.write_text("\n".join(dict.fromkeys(itertools.chain(*lists))) + "\n")
+            _dump_archive(self.java, names, archive, self.class_path)
+            self._shared = None
 
     def _live_shortly(self, directory: Path) -> None:
         """Run what loads most of the classes that tests need: ZooKeeper, a bookie, a client, the shell."""
@@ -967,20 +977,16 @@ def share_hbase_classes() -> None:
     """Have HBase start with about half the processor time: as `Java.share_classes`, from one life of it."""
     java, jars = find_java(), fetch_hbase()
     archive = archive_of(java, jars)
-    with locked(CACHE / "archives.lock"):
-        if archive.exists():
+    with _place_of(archive) as directory:
+        if directory is None:
             return
-        archive.parent.mkdir(exist_ok=True)
-        for old in archive.parent.glob(f"{jars.name}-*"):
-            old.unlink()
-        with tempfile.TemporaryDirectory(dir=archive.parent) as scratch:
-            server, names = HBaseServer(Path(scratch)), Path(scratch, "hbase.names")
-            server.options = (f"-XX:DumpLoadedClassList={names}",)
-            try:
-                server.start()
-            finally:
-                server.kill()
-            _dump_archive(java, names, archive, f"{jars}/*")
+        server, names = HBaseServer(directory), directory / "hbase.names"
+        server.options = (f"-XX:DumpLoadedClassList={names}",)
+        try:
+            server.start()
+        finally:
+            server.kill()
+        _dump_archive(java, names, archive, f"{jars}/*")
 
 
 # --- BookKeeper --------------------------------------------------------------------------------------------------
