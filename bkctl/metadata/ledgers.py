@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, tee
-from pickle import PicklingError
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from bkctl.errors import (
@@ -73,19 +72,20 @@ class ReadLedgers(NamedTuple):
     def __reduce__(self) -> tuple[Callable[..., ReadLedgers], tuple[Any, ...]]:
         """Return what pickle keeps: lists of plain values, since a tuple of a class takes ten times as long.
 
-        Raises PicklingError where one has no value.
+        Raises Corrupt where one has no value.
         """
-        present = [each for each in self.values if isinstance(each, Versioned)]
-        if len(present) < len(self.values):
-            raise PicklingError("some ledgers have no value")
-        return _read_ledgers, (*zip(*self.ledgers, strict=True), *zip(*present, strict=True))
+        return _read_ledgers, (*zip(*self.ledgers, strict=True), *zip(*self._present(), strict=True))
 
     def parse(self) -> list[VersionedMetadata]:
         """Return the metadata of all of them. Raises Corrupt or Unsupported where one has none that can be read."""
+        present = self._present()
+        return list(map(_versioned, parse_many([each.value for each in present]), present))
+
+    def _present(self) -> list[Versioned[bytes]]:
         present = [each for each in self.values if isinstance(each, Versioned)]
         if len(present) < len(self.values):
             raise Corrupt("Some have no value")
-        return list(map(_versioned, parse_many([each.value for each in present]), present))
+        return present
 
 
 def _read_ledgers(scopes: tuple[int, ...], numbers: tuple[int, ...], *parts: tuple[Any, ...]) -> ReadLedgers:

@@ -95,10 +95,10 @@ class Forks(Generic[T, R]):
         yield from starmap(self._result, busy)
 
     def _sent(self, item: T) -> BufferedRWPair | None:
-        """Return the file of the process that has the item now; None: no process has it."""
+        """Return the file of the process that has the item now; None: the item refused to be pickled."""
         try:
             data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
-        except pickle.PicklingError:
+        except BkctlError:
             return None
         _, file = self._workers[0]
         self._workers.rotate(-1)

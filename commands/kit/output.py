@@ -141,11 +141,7 @@ class RowWriter:
 
         A sequence is a list, or a memoryview of int64. Columns with a Constant for their source need not be there.
         """
-        self._flush()
-        if count:
-            self._put(count, self._fields.of_columns(count, values))
-        if time.monotonic() - self._pushed > PATIENCE_S:
-            self._push()
+        self.made(count, self._fields.of_columns(count, values) if count else ())
 
     @property
     def lines(self) -> Lines | None:
@@ -153,11 +149,11 @@ class RowWriter:
         is_plain = type(self) is RowWriter and not (self._tty or self._live)
         return self._fields if is_plain and isinstance(self._fields, Lines) else None
 
-    def made(self, count: int, text: str) -> None:
-        """Print `count` rows as `lines` made them."""
+    def made(self, count: int, made: Iterable[Any]) -> None:
+        """Print `count` rows as `lines` made them, in any number of texts."""
         self._flush()
         if count:
-            self._put(count, (text,))
+            self._put(count, made)
         if time.monotonic() - self._pushed > PATIENCE_S:
             self._push()
 

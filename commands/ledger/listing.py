@@ -21,7 +21,6 @@ from bkctl.metadata.pulsar_topics import TopicFilter
 
 from ..kit.columns import ALL, COUNT_COLUMNS, Output, fields
 from ..kit.command import Run, command, group, object_of, rows_of, union
-from ..kit.forks import Forks
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
     CUSTOM_METADATA_FILTER,
@@ -208,6 +207,8 @@ class LinesOfList:
     """Prints all ledgers of a list as lines, which other processes make while this one reads the metadata store."""
 
     def __init__(self, run: Run, writer: RowWriter, lines: Lines, query: LedgerQuery) -> None:
+        from ..kit.forks import Forks
+
         self._writer = writer
         self._forks = run.opened.enter_context(Forks(partial(_made, lines, query)))
 
@@ -229,8 +230,9 @@ class LinesOfList:
                 if made is None:
                     self._writer.rows(listing.rows_of(batch))
                 else:
-                    self._writer.made(*made)
-                    listing.count(made[0])
+                    count, text = made
+                    self._writer.made(count, (text,))
+                    listing.count(count)
             listing.check_bookie()
 
 
