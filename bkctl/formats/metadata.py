@@ -379,15 +379,14 @@ def _from_message(data: bytes, version: int, at: str) -> LedgerMetadata:
 
 
 def _from_view(view: LedgerMetadataView, version: int, size_bytes: int) -> LedgerMetadata:
-    numbers = _view_numbers(view)
-    state_number, digest_number, ensemble_size, write_quorum, ack_quorum, length, last_entry_id, ctime_ms, c_token = (
-        numbers
+    number, digest, ensemble_size, write_quorum, ack_quorum, length, last_entry_id, ctime_ms, c_token = _view_numbers(
+        view
     )
-    state, digest_type = _STATES.get(state_number), _DIGEST_TYPES.get(digest_number)
+    state, digest_type = _STATES.get(number), _DIGEST_TYPES.get(digest)
     if state is None:
         raise Corrupt("Ledger metadata lacks state")
-    if digest_type is None and digest_number:
-        raise Unsupported(f"Ledger metadata names the unknown digest type {digest_number}")
+    if digest_type is None and digest:
+        raise Unsupported(f"Ledger metadata names the unknown digest type {digest}")
     if state is not LedgerState.CLOSED:
         length, last_entry_id = 0, INVALID_ENTRY_ID
     if ack_quorum == _ABSENT_32:

@@ -244,6 +244,9 @@ class LedgerListing:
     #: Ledgers whose metadata could not be read → the error.
     unreadable: dict[LedgerId, str] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        self._counts = self.query.needs_metadata
+
     def ids(self) -> Iterator[LedgerId]:
         """Yield the ids; without a query they are known without metadata."""
         if self.query.needs_metadata:
@@ -255,8 +258,9 @@ class LedgerListing:
         return ledger_rows(self._ledgers())
 
     def batches(self) -> Iterator[ReadLedgers]:
-        """Yield all ledgers as they are read, whatever the query and `limit`; the caller calls `count`.
+        """Yield all ledgers as they are read, whatever the query and `limit`.
 
+        The caller takes `rows_of` each, or finds its ledgers elsewhere and calls `count`; then it calls `check_bookie`.
         The first BATCHES_FIRST batches are small, so that a list begins at once.
         """
         done = 0
@@ -267,7 +271,7 @@ class LedgerListing:
             yield batch
 
     def rows_of(self, batch: ReadLedgers) -> Iterator[LedgerRow]:
-        """Yield the rows of one of `batches`, uncounted."""
+        """Yield the rows of one of `batches`, and count them."""
         unreadable = None if self.skip is None else self._note_unreadable
         return ledger_rows(self._counted(chosen(self.cluster.ledgers.parse_each(batch), self.query, unreadable)))
 
@@ -288,14 +292,17 @@ class LedgerListing:
     def _counted(
         self, ledgers: Iterator[tuple[LedgerId, VersionedMetadata]]
     ) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+        if not self._counts:
+            yield from ledgers
+            return
         for each in ledgers:
             self.count(1)
             yield each
 
     def count(self, ledgers: int) -> None:
-        """Count ledgers that the query found."""
-        self.found_count += ledgers
-        if self.query.needs_metadata:
+        """Count ledgers that the query found, if there is one."""
+        if self._counts:
+            self.found_count += ledgers
             self.found(self.found_count)
 
     def check_bookie(self) -> None:

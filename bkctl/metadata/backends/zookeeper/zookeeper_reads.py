@@ -100,22 +100,21 @@ def parse_answers(data: bytes, at: int, operation: str, count: int) -> list[Any]
 
 
 def _value(data: bytes, start: int) -> tuple[Versioned[bytes], int]:
-    start += 4
-    at = start + max(_INT.unpack_from(data, start - 4)[0], 0)  # -1: null
+    at = _end(data, start)
     ctime_ms, version = _TIME_VERSION.unpack_from(data, at)
     # A call of the class takes twice as long.
-    return tuple.__new__(Versioned, (data[start:at], version, ctime_ms)), at + _STAT.size
+    return tuple.__new__(Versioned, (data[start + 4 : at], version, ctime_ms)), at + _STAT.size
 
 
 def _origin(data: bytes, start: int) -> tuple[Origin, int]:
-    at, stat = _stat(data, start)
+    at = _end(data, start)
+    stat = _STAT.unpack_from(data, at)
     return Origin(stat[0], stat[7]), at + _STAT.size
 
 
-def _stat(data: bytes, start: int) -> tuple[int, tuple[int, ...]]:
-    """Return the end of a node's value, and the stat behind it."""
-    at = start + 4 + max(_INT.unpack_from(data, start)[0], 0)  # -1: null
-    return at, _STAT.unpack_from(data, at)
+def _end(data: bytes, start: int) -> int:
+    """Return the end of a node's value, which begins with its length; the stat is behind it."""
+    return start + 4 + int(max(_INT.unpack_from(data, start)[0], 0))  # -1: null
 
 
 def _names(data: bytes, start: int) -> tuple[list[str], int]:
@@ -229,7 +228,7 @@ class ZooKeeperReads(SessionStore):
     def _pipeline(self, operation: str, paths: Iterable[str]) -> Iterator[Any]:
         """Yield the answers in order. A read that gave no answer is repeated alone, and raises its error.
 
-        Some batches are under way. A batch grows while its answers are small, and shrinks when they are large.
+        _UNDER_WAY batches are asked for at once. They grow while answers are small, and shrink when these are large.
         """
         _, _, _, size, grow_below, shrink_above = _OPERATIONS[operation]
         remaining = iter(paths)
