@@ -398,7 +398,7 @@ def sharing(archive: Path) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _place_of(archive: Path) -> Iterator[Path | None]:
-    """Provide a scratch directory to make an archive in, which replaces those of other files; None if it exists."""
+    """Provide a scratch directory to make an archive in, which replaces older ones; None if it exists."""
     with locked(CACHE / "archives.lock"):
         if archive.exists():
             yield None
