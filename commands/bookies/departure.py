@@ -535,15 +535,16 @@ def _depart(
         if not stays:
             run.consent.confirm(texts.question(plan))
             finding_count = 0
-            if create is Drain:
-                left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
-                with run.job.working(f"Making {bookie} read-only", left=left):
-                    take(run.job.ask(run.access.bookkeeper(run.cluster), set_read_only))
             total = len(plan.ledgers) or None
             with (
                 run.recorded() as recorded,
                 run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
             ):
+                if create is Drain:
+                    left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
+                    with run.job.working(f"Making {bookie} read-only", left=left):
+                        step = run.job.ask(run.access.bookkeeper(run.cluster), set_read_only)
+                    take(step)
                 run.job.complete(work())
     what = f"{bookie} {'cannot be' if stays else 'is not'} {texts.done}"
     run.out.finish_with(finding_count, f"finding: {what}", f"findings: {what}")

@@ -202,10 +202,11 @@ class ZooKeeperReads(SessionStore):
         """Yield the Origin of each node, None for a missing node, in the order given."""
         return self._pipeline("origin", paths)
 
-    def _close_many(self) -> None:
-        """End the session of many reads, after the connection is closed."""
+    def _close_many(self, *, pause_s: float = 0.0) -> None:
+        """End the session of many reads; with a pause, each node is read by a request of its own for that long."""
         with self._lock:
             client, self.many = self.many, None
+            self.paused_until_s = time.monotonic() + pause_s
         if client is not None:
             end_client(client, wait=client.connected)
 
@@ -277,7 +278,7 @@ class ZooKeeperReads(SessionStore):
             data, at = result.get(timeout=min(connection.timeout_s, connection.session_timeout_s * 2 / 3))
             return parse_answers(data, at, operation, count)
         except (KazooException, KazooTimeoutError, struct.error, ValueError):
-            self.paused_until_s = time.monotonic() + _PAUSE_S
+            self._close_many(pause_s=_PAUSE_S)
             return [NO_ANSWER] * count
 
     def _finish_each(self, operation: str, results: list[Any]) -> list[Any]:
@@ -299,7 +300,25 @@ class ZooKeeperReads(SessionStore):
             if self._connection.closed.is_set() or time.monotonic() < self.paused_until_s:
                 return None
             if self.many is None and connect:
-                self.many = self._connection.new_client()
-                if not self.many.start_async().wait(min(self._connection.timeout_s, _CONNECT_S)):
+                client = self._connection.new_client()
+                if not self._serves_many(client, min(self._connection.timeout_s, _CONNECT_S)):
                     self.paused_until_s = time.monotonic() + _PAUSE_S
+                    end_client(client, wait=client.connected)
+                    return None
+                self.many = client
             return self.many if self.many is not None and self.many.connected else None
+
+    def _serves_many(self, client: KazooClient, timeout_s: float) -> bool:
+        """Start `client`, and return whether its server answers a multiRead.
+
+        A server that lacks it refuses it before it answers earlier requests, which kazoo does not survive.
+        """
+        if not client.start_async().wait(timeout_s):
+            return False
+        result = client.handler.async_result()
+        client._call(MultiRead(_OPERATIONS["get"].code, [self._connection.root or "/"]), result)
+        try:
+            parse_answers(*result.get(timeout=timeout_s), "get", 1)
+        except (KazooException, KazooTimeoutError, struct.error, ValueError):
+            return False
+        return True
