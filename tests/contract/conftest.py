@@ -30,6 +30,14 @@ class Backend:
             store.close()
 
 
+@pytest.fixture
+def one_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create tables of HBase with one region: 16 regions for each test are a second and a half of processor time."""
+    from bkctl.metadata.backends.hbase.rows import FAMILY, Rows
+
+    monkeypatch.setattr(Rows, "create_table", lambda self: self.create(FAMILY, []))
+
+
 @pytest.fixture(params=["sqlite", "zookeeper", "etcd", "hbase"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "sqlite":
@@ -47,6 +55,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         from bkctl.metadata.backends.hbase.hbase_store import HBaseStore
 
         hbase = request.getfixturevalue("hbase")
+        request.getfixturevalue("one_region")
         prefix = hbase.new_root()[1:]
         made = Backend(lambda: HBaseStore(hbase.connect_string, prefix, timeout_s=LIMIT_S, session_timeout_s=20))
         made.open().put_all([("", b"")])
@@ -79,6 +88,8 @@ def cluster_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite://{tmp_path / 'metadata.db'}"
     if request.param in ("etcd", "hbase"):
+        if request.param == "hbase":
+            request.getfixturevalue("one_region")
         server = request.getfixturevalue(request.param)
         return str(server.metadata_uri(server.new_root()))
     zookeeper = request.getfixturevalue("zookeeper")

@@ -318,7 +318,8 @@ class ZooKeeperReads(SessionStore):
         result = client.handler.async_result()
         client._call(MultiRead(_OPERATIONS["get"].code, [self._connection.root or "/"]), result)
         try:
-            parse_answers(*result.get(timeout=timeout_s), "get", 1)
+            data, at = result.get(timeout=timeout_s)
+            parse_answers(data, at, "get", 1)
         except (KazooException, KazooTimeoutError, struct.error, ValueError):
             return False
         return True
