@@ -42,7 +42,8 @@ def test_ledger_list(cli: Cli, store: Cluster) -> None:
     assert cli("ledger", "list", "--ledger-scope-id", "7", "-o", "id").out.count("\n") == 1
     assert [list(row)[: len(LEDGER_NAMES)] for row in cli("ledger", "list", "-o", "ndjson").rows] == [LEDGER_NAMES] * 2
     assert len(cli("ledger", "list", "-o", "json").json) == 2
-    assert cli("ledger", "list", "-o", "csv").out.splitlines()[0].startswith(",".join(LEDGER_NAMES))
+    header = cli("ledger", "list", "-o", "csv").out.splitlines()[0].split(",")
+    assert [name for name in header if name != "pulsar"] == LEDGER_NAMES
     assert "3/2/2" in cli("ledger", "list").out
 
 
@@ -127,10 +128,10 @@ def test_ledgers_of_a_pulsar_topic_are_listed_by_it_and_name_it(cli: Cli, store:
     assert cli("ledger", "show", "21", "-o", "json").json["pulsar"]["topic"] == "persistent://a/b/c"
     shown = cli("ledger", "list", "--after", "19").out
     for words in (
-        "pulsar x persistent://a/b/c-partition-0\n", "pulsar x persistent://a/b/c cursor=sub\n", "schemaId=a/b/c\n",
-        "compactedTo=20:5 compactedTopic=persistent://a/b/c\n",
+        "pulsar x persistent://a/b/c-partition-0", "pulsar x persistent://a/b/c cursor=sub", "schemaId=a/b/c",
+        "compactedTo=20:5 compactedTopic=persistent://a/b/c",
     ):  # fmt: skip
-        assert words in shown
+        assert any(f"{words} " in f"{line} " for line in shown.splitlines())
 
 
 def test_ledger_list_in_the_order_and_with_the_columns_asked_for(cli: Cli, store: Cluster) -> None:
