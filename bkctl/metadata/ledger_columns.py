@@ -63,7 +63,7 @@ def ledger_row(ledger: LedgerId, found: VersionedMetadata) -> LedgerRow:
 
 def _digest_type(row: LedgerRow) -> str | None:
     digest_type = row.metadata.digest_type
-    return None if digest_type is None else digest_type.name
+    return None if digest_type is None else digest_type._name_  # `name` takes four times as long.
 
 
 def _ctime(row: LedgerRow) -> int | None:

@@ -61,7 +61,7 @@ def test_other_words_are_not_translated() -> None:
     assert find_elsewhere(["bookie"], "nothing", ["ledger list"]) == []
 
 
-@pytest.mark.parametrize(("words", "ours"), GUESSES.items(), ids=str)
+@pytest.mark.parametrize(("words", "ours"), [each for each in GUESSES.items() if each[0] not in PAGES], ids=str)
 def test_a_first_guess_is_answered_with_our_command(cli: Cli, words: str, ours: str) -> None:
     name, _, options = ours.partition(" --")
     name = name.removesuffix(" -f FILE").removesuffix(" FILE")

@@ -474,7 +474,7 @@ def _differing_fields(first: DumpRecord, second: DumpRecord) -> tuple[str, ...]:
         left, right = LedgerMetadata.parse(first.value), LedgerMetadata.parse(second.value)
     except (Corrupt, Unsupported):
         return ()
-    names = {column.name: column.getter() for column in LEDGER_COLUMNS.columns if not column.optional}
+    names = {column.name: column.getter() for column in LEDGER_COLUMNS.columns if not (column.optional or column.ages)}
     names |= {"password": attrgetter("metadata.password"), "ctoken": attrgetter("metadata.c_token")}
     ledger = LedgerId(0, 0)  # both sides have the same
     rows = [ledger_row(ledger, VersionedMetadata(each, 0, each.ctime_ms)) for each in (left, right)]
