@@ -9,7 +9,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, tee
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -38,9 +38,6 @@ _QUALIFIED_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _PAGE_SIZE_MIN: Final = 16
 _PAGE_SIZE_MAX: Final = 1024
 RANGE_SIZE: Final = 10_000
-#: Values that are parsed at once, and the bytes of values that are held at once.
-_PARSED_AT_ONCE: Final = 64
-_BATCH_SIZE_BYTES_MAX: Final = 1 << 18
 
 ScopesState = Literal["absent", "ours", "foreign"]
 
@@ -67,14 +64,15 @@ class ReadLedgers(NamedTuple):
     """Ledgers, and what was read of each."""
 
     ledgers: Sequence[LedgerId]
-    values: Sequence[StoredValue]
+    values: Collection[StoredValue]
 
     def __reduce__(self) -> tuple[Callable[..., ReadLedgers], tuple[Any, ...]]:
         """Return what pickle keeps: lists of plain values, since a tuple of a class takes ten times as long.
 
         Raises Corrupt where one has no value.
         """
-        return _read_ledgers, (*zip(*self.ledgers, strict=True), *zip(*self._present(), strict=True))
+        values = list(zip(*self._present(), strict=True)) if isinstance(self.values, list) else self.values
+        return _read_ledgers, (values, *zip(*self.ledgers, strict=True))
 
     def parse(self) -> list[VersionedMetadata]:
         """Return the metadata of all of them. Raises Corrupt or Unsupported where one has none that can be read."""
@@ -88,9 +86,10 @@ class ReadLedgers(NamedTuple):
         return present
 
 
-def _read_ledgers(scopes: tuple[int, ...], numbers: tuple[int, ...], *parts: tuple[Any, ...]) -> ReadLedgers:
-    values = map(tuple.__new__, repeat(Versioned), zip(*parts, strict=True))
-    return ReadLedgers(list(map(tuple.__new__, repeat(LedgerId), zip(scopes, numbers, strict=True))), list(values))
+def _read_ledgers(values: Any, scopes: tuple[int, ...], numbers: tuple[int, ...]) -> ReadLedgers:
+    if isinstance(values, list):
+        values = list(map(tuple.__new__, repeat(Versioned), zip(*values, strict=True)))
+    return ReadLedgers(list(map(tuple.__new__, repeat(LedgerId), zip(scopes, numbers, strict=True))), values)
 
 
 class LedgerRange(NamedTuple):
@@ -253,34 +252,25 @@ class LedgerManager(StoredLedgerIds):
 
         `ids` is consumed a bounded number ahead. Raises only Unreachable.
         """
-        for batch in self.read_batches(ids, repeat(_PARSED_AT_ONCE)):
+        for batch in self.read_batches(ids):
             yield from self.parse_each(batch)
 
-    def read_batches(self, ids: Iterable[LedgerId], sizes: Iterator[int]) -> Iterator[ReadLedgers]:
-        """Read the metadata of ledgers without a look at it, in batches of up to `sizes`. Raises only Unreachable."""
+    def read_batches(self, ids: Iterable[LedgerId]) -> Iterator[ReadLedgers]:
+        """Read the metadata of ledgers without a look at it, in batches. Raises only Unreachable."""
         ledgers, asked = tee(ids)
-        values = self._values(asked)
-        error = None
-        while error is None:
-            batch: list[StoredValue] = []
-            size_bytes = 0
-            try:
-                for value in islice(values, next(sizes)):
-                    batch.append(value)
-                    size_bytes += len(value.value) if isinstance(value, Versioned) else 0
-                    if size_bytes > _BATCH_SIZE_BYTES_MAX:
-                        break
-            except BkctlError as caught:
-                error = caught
-            if not batch and error is None:
-                return
-            yield ReadLedgers(list(islice(ledgers, len(batch))), batch)
-        raise error
-
-    def _values(self, ids: Iterable[LedgerId]) -> Iterator[StoredValue]:
-        places, paths = tee(attempt(self._path_to_read, ledger) for ledger in ids)
-        values = self.store.get_many(path for path in paths if isinstance(path, str))
-        return (next(values) if isinstance(path, str) else path for path in places)
+        places, paths = tee(attempt(self._path_to_read, ledger) for ledger in asked)
+        for values in self.store.get_batches(path for path in paths if isinstance(path, str)):
+            found: Collection[StoredValue] = values
+            batch = list(islice(places, len(values)))
+            if refused := [path for path in batch if not isinstance(path, str)]:
+                while refused:
+                    batch += (more := list(islice(places, len(refused))))
+                    refused = [path for path in more if not isinstance(path, str)]
+                remaining = iter(values)
+                found = [next(remaining) if isinstance(path, str) else path for path in batch]
+            yield ReadLedgers(list(islice(ledgers, len(batch))), found)
+        if last := [path for path in places if not isinstance(path, str)]:
+            yield ReadLedgers(list(ledgers), last)
 
     def parse_each(self, batch: ReadLedgers) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
         """`parse` the value of each ledger; a ledger's error comes in its place."""

@@ -13,9 +13,9 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import tee
+from itertools import islice, tee
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
 from bkctl.disk import Closing
@@ -43,6 +43,10 @@ PATH_LENGTH_MAX: Final = 1024
 SEQUENCE_STEPS_MAX: Final = 100_000
 #: Nodes with an invalid name that a store object remembers.
 INVALID_NAMES_MAX: Final = 1000
+#: Nodes in the first and in later batches of reads, and the bytes of values that end one.
+_BATCH_SIZE_MIN: Final = 64
+_BATCH_SIZE_MAX: Final = 512
+_BATCH_SIZE_BYTES_MAX: Final = 1 << 18
 #: Concurrent changes of nodes, where the store has no request for many.
 _CONCURRENCY: Final = 8
 _RESERVED_NAMES: Final = frozenset(("", ".", ".."))
@@ -339,6 +343,13 @@ class MetadataStore(Closing):
         """`get` each path, in the order given; `paths` is consumed a bounded number ahead of the results."""
         return (self.get(path) for path in paths)
 
+    def get_batches(self, paths: Iterable[str]) -> Iterator[Collection[Versioned[bytes] | None]]:
+        """`get_many` in batches, which a store may read without a look at the values; a batch can be pickled.
+
+        A store's error comes behind the values before it.
+        """
+        return in_batches(self.get_many(paths))
+
     @abstractmethod
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         """Write the node and return its new version.
@@ -513,6 +524,28 @@ def map_ahead(executor: Executor, call: Callable[[T], R], items: Iterable[T], ah
             yield under_way.popleft().result()
     while under_way:
         yield under_way.popleft().result()
+
+
+def in_batches(values: Iterator[Versioned[bytes] | None]) -> Iterator[list[Versioned[bytes] | None]]:
+    """Cut values into lists of up to 64, then more; an error comes behind a list of those before it."""
+    size, error = _BATCH_SIZE_MIN, None
+    while error is None:
+        batch: list[Versioned[bytes] | None] = []
+        size_bytes = 0
+        try:
+            for value in islice(values, size):
+                batch.append(value)
+                size_bytes += 0 if value is None else len(value.value)
+                if size_bytes > _BATCH_SIZE_BYTES_MAX:
+                    break
+        except BkctlError as caught:
+            error = caught
+        if batch:
+            yield batch
+        elif error is None:
+            return
+        size = min(2 * size, _BATCH_SIZE_MAX)
+    raise error
 
 
 def chunks(

@@ -203,6 +203,10 @@ def list_ledgers(
     )
 
 
+#: Batches of a list, the first ones small, that take longer in other processes than in this one.
+ALONE_COUNT: Final = 10
+
+
 class LinesOfList:
     """Prints all ledgers of a list as lines, which other processes make while this one reads the metadata store."""
 
@@ -220,11 +224,9 @@ class LinesOfList:
 
     def print(self, listing: LedgerListing) -> None:
         """Print the rows of the listing, the first ones without the others' help."""
-        from bkctl.metadata.admin.overview import BATCHES_FIRST
-
         batches = listing.batches()
         with self._writer:
-            for batch in islice(batches, BATCHES_FIRST):
+            for batch in islice(batches, ALONE_COUNT):
                 self._writer.rows(listing.rows_of(batch))
             for batch, made in self._forks.map(batches):
                 if made is None:

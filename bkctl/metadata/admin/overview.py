@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import chain, islice, repeat
+from itertools import islice
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound
@@ -23,10 +23,6 @@ from bkctl.metadata.store import MetadataStore, Versioned, attempt
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
 TREE_DEPTH_MAX: Final = 64
-#: Ledgers in the first batches of a listing, and in the others.
-_BATCH_SIZE_MIN: Final = 64
-_BATCH_SIZE_MAX: Final = 512
-BATCHES_FIRST: Final = 64
 
 
 class ClusterInfo(NamedTuple):
@@ -261,11 +257,10 @@ class LedgerListing:
         """Yield all ledgers as they are read, whatever the query and `limit`.
 
         The caller takes `rows_of` each, or finds its ledgers elsewhere and calls `count`; then it calls `check_bookie`.
-        The first BATCHES_FIRST batches are small, so that a list begins at once.
+        The first batches are small, so that a list begins at once.
         """
         done = 0
-        sizes = chain(repeat(_BATCH_SIZE_MIN, BATCHES_FIRST), repeat(_BATCH_SIZE_MAX))
-        for batch in self.cluster.ledgers.read_batches(self.cluster.ledgers.ledgers(self.scope_id, self.after), sizes):
+        for batch in self.cluster.ledgers.read_batches(self.cluster.ledgers.ledgers(self.scope_id, self.after)):
             done += len(batch.ledgers)
             self.progress(done)
             yield batch

@@ -25,7 +25,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise, tee
 from pathlib import Path
@@ -37,7 +37,7 @@ from bkctl.formats.metadata import Cookie, LedgerMetadata
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, Versioned, attempt, check_path
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, Versioned, attempt, check_path, in_batches
 from bkctl.metadata.uri import parse_uri
 
 FORMAT: Final = "bkctl-undo"
@@ -180,6 +180,9 @@ class _RecordedStore:
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         asked, places = tee(paths)
         return map(self._note_read, places, self._store.get_many(asked))
+
+    def get_batches(self, paths: Iterable[str]) -> Iterator[Collection[Versioned[bytes] | None]]:
+        return in_batches(self.get_many(paths))
 
     def _note_read(self, path: str, found: Versioned[bytes] | None) -> Versioned[bytes] | None:
         if found is not None:

@@ -28,13 +28,14 @@ from kazoo.exceptions import (
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
+from bkctl.metadata.backends.zookeeper.multi_read import Origin
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     LOST,
     UNAUTHORIZED,
     ZooKeeperCall,
     ZooKeeperConnection,
 )
-from bkctl.metadata.backends.zookeeper.zookeeper_reads import Origin, ZooKeeperReads
+from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
 from bkctl.metadata.store import NEW, NO_CLUSTER_HINT, Claim, check_path, check_size, chunks, map_each, value_of
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import struct
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bkctl.metadata.backends.zookeeper.zookeeper_reads import NO_ANSWER, MultiRead, parse_answers
+from bkctl.metadata.backends.zookeeper.multi_read import NO_ANSWER, Answers, MultiRead, parse_answers
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, Versioned
 
@@ -51,6 +52,23 @@ def test_one_request_has_many_reads() -> None:
 def test_answers_are_values_missing_nodes_and_other_errors() -> None:
     found = answers("get", result(4, frame(b"value") + STAT), refused(-101), refused(-102))
     assert found == [Versioned(b"value", 5, 1_700_000_000_123), None, NO_ANSWER]
+
+
+def test_a_read_without_an_answer_is_repeated_once_and_only_where_the_store_is() -> None:
+    data = result(4, frame(b"value") + STAT) + refused(-102) + refused(-101) + END
+    found = Answers("get", 3, (b"header" + data, 6))
+    value = Versioned(b"value", 5, 1_700_000_000_123)
+    assert list(pickle.loads(pickle.dumps(found))) == [value, NO_ANSWER, None]
+    asked: list[tuple[int, float]] = []
+
+    def repeat(index: int, waited_s: float) -> str:
+        asked.append((index, waited_s))
+        return "again"
+
+    found.repeat, found.waited_s = repeat, 2.0
+    assert [list(found), list(found)] == [[value, "again", None]] * 2
+    assert asked == [(1, 2.0)]
+    assert list(Answers("get", 2, (b"cut short", 0))) == [NO_ANSWER] * 2
 
 
 @pytest.mark.parametrize(
