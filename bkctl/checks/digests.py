@@ -144,7 +144,7 @@ class DigestChecker:
         if self._without_password:
             return _PASSWORD_HINT
         if any(state.pending_count for state in self._ledgers.values()):
-            return f"they may be of DUMMY or HMAC ledgers; {_PASSWORD_HINT}"
+            return f"perhaps of DUMMY or HMAC ledgers; {_PASSWORD_HINT}"
         return None
 
     def _check_v1(self, batch: RecordBatch, where: str, findings: list[DigestMismatchAt]) -> None:

@@ -279,7 +279,7 @@ def note_digests(run: Run, checker: DigestChecker, *, always: bool = False) -> N
     counts = checker.counts()
     if always:
         matched = counted(sum(counts.matched.values()), "entry matches its digest", "entries match their digests")
-        run.out.note(f"{matched}, {counts.mismatched:,} do not; {counts.unprotected:,} have none")
+        run.out.note(f"{matched}; mismatched: {counts.mismatched:,}, without a digest: {counts.unprotected:,}")
     if (hint := checker.hint()) is not None:
         unchecked = counted(counts.unknown + counts.without_password, "entry")
         run.out.note(f"{unchecked} could not be checked: {hint}")
