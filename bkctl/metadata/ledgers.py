@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, tee
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple
 
 from bkctl.errors import (
     AlreadyExists,
@@ -27,7 +27,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerMetadata, parse_many
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, value_of, watch_all
+from bkctl.metadata.store import NEW, MetadataStore, StoredValue, Versioned, attempt, value_of, watch_all
 
 SCOPES: Final = "scopes"
 #: The node with the ledgers of a store that keeps them side by side.
@@ -54,10 +54,6 @@ def _versioned(metadata: LedgerMetadata, found: Versioned[bytes]) -> VersionedMe
     ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
     # A call of the class takes twice as long.
     return tuple.__new__(VersionedMetadata, (metadata, found.version, ctime_ms))
-
-
-#: A ledger's metadata as the store has it; None: the ledger does not exist.
-StoredValue: TypeAlias = Versioned[bytes] | BkctlError | None
 
 
 class ReadLedgers(NamedTuple):
@@ -260,15 +256,14 @@ class LedgerManager(StoredLedgerIds):
         ledgers, asked = tee(ids)
         places, paths = tee(attempt(self._path_to_read, ledger) for ledger in asked)
         for values in self.store.get_batches(path for path in paths if isinstance(path, str)):
-            found: Collection[StoredValue] = values
             batch = list(islice(places, len(values)))
             if refused := [path for path in batch if not isinstance(path, str)]:
                 while refused:
                     batch += (more := list(islice(places, len(refused))))
                     refused = [path for path in more if not isinstance(path, str)]
                 remaining = iter(values)
-                found = [next(remaining) if isinstance(path, str) else path for path in batch]
-            yield ReadLedgers(list(islice(ledgers, len(batch))), found)
+                values = [next(remaining) if isinstance(path, str) else path for path in batch]
+            yield ReadLedgers(list(islice(ledgers, len(batch))), values)
         if last := [path for path in places if not isinstance(path, str)]:
             yield ReadLedgers(list(ledgers), last)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, tee
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from bkctl.disk import Closing
 from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound, Unreachable, UsageError
@@ -76,6 +76,10 @@ class Versioned(NamedTuple, Generic[T]):
     value: T
     version: int
     ctime_ms: int | None
+
+
+#: The value of a node; None: the node does not exist.
+StoredValue: TypeAlias = Versioned[bytes] | BkctlError | None
 
 
 def client_tls(
@@ -343,10 +347,10 @@ class MetadataStore(Closing):
         """`get` each path, in the order given; `paths` is consumed a bounded number ahead of the results."""
         return (self.get(path) for path in paths)
 
-    def get_batches(self, paths: Iterable[str]) -> Iterator[Collection[Versioned[bytes] | None]]:
+    def get_batches(self, paths: Iterable[str]) -> Iterator[Collection[StoredValue]]:
         """`get_many` in batches, which a store may read without a look at the values; a batch can be pickled.
 
-        A store's error comes behind the values before it.
+        The error of a node comes in its place, a store's behind the values before it.
         """
         return in_batches(self.get_many(paths))
 
@@ -526,16 +530,16 @@ def map_ahead(executor: Executor, call: Callable[[T], R], items: Iterable[T], ah
         yield under_way.popleft().result()
 
 
-def in_batches(values: Iterator[Versioned[bytes] | None]) -> Iterator[list[Versioned[bytes] | None]]:
+def in_batches(values: Iterator[StoredValue]) -> Iterator[list[StoredValue]]:
     """Cut values into lists of up to 64, then more; an error comes behind a list of those before it."""
     size, error = _BATCH_SIZE_MIN, None
     while error is None:
-        batch: list[Versioned[bytes] | None] = []
+        batch: list[StoredValue] = []
         size_bytes = 0
         try:
             for value in islice(values, size):
                 batch.append(value)
-                size_bytes += 0 if value is None else len(value.value)
+                size_bytes += len(value.value) if isinstance(value, Versioned) else 0
                 if size_bytes > _BATCH_SIZE_BYTES_MAX:
                     break
         except BkctlError as caught:

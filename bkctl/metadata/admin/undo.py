@@ -25,11 +25,11 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise, tee
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from bkctl.disk import Closing, Files, make_private_directory
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported
@@ -37,8 +37,10 @@ from bkctl.formats.metadata import Cookie, LedgerMetadata
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, Versioned, attempt, check_path, in_batches
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, StoredValue, Versioned, attempt, check_path
 from bkctl.metadata.uri import parse_uri
+
+V = TypeVar("V", bound=StoredValue)
 
 FORMAT: Final = "bkctl-undo"
 VERSION: Final = 1
@@ -181,11 +183,13 @@ class _RecordedStore:
         asked, places = tee(paths)
         return map(self._note_read, places, self._store.get_many(asked))
 
-    def get_batches(self, paths: Iterable[str]) -> Iterator[Collection[Versioned[bytes] | None]]:
-        return in_batches(self.get_many(paths))
+    def get_batches(self, paths: Iterable[str]) -> Iterator[list[StoredValue]]:
+        asked, places = tee(paths)
+        for batch in self._store.get_batches(asked):
+            yield [self._note_read(path, found) for found, path in zip(batch, places, strict=False)]
 
-    def _note_read(self, path: str, found: Versioned[bytes] | None) -> Versioned[bytes] | None:
-        if found is not None:
+    def _note_read(self, path: str, found: V) -> V:
+        if isinstance(found, Versioned):
             with self._lock:
                 self._read[path] = found
                 if len(self._read) > _READ_COUNT_MAX:

@@ -20,16 +20,18 @@ from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
 from bkctl.metadata.backends.sessions import PolledWatch, PolledWatches
 from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
-from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager, StoredValue
+from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
     NO_SECURITY,
     VALUE_SIZE_BYTES_MAX,
     MetadataStore,
+    StoredValue,
     StoreSecurity,
     Versioned,
     check_path,
     check_size,
+    in_batches,
     value_of,
 )
 from bkctl.metadata.uri import HBASE_ZNODE_DEFAULT
@@ -82,9 +84,16 @@ class HBaseStore(ZooKeeperStore):
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many. Raises as `get`."""
+        return map(value_of, self._read_each(paths))
+
+    def get_batches(self, paths: Iterable[str]) -> Iterator[list[StoredValue]]:
+        """See MetadataStore.get_batches: Corrupt in place of a malformed row. Raises NotFound without a table."""
+        return in_batches(self._read_each(paths))
+
+    def _read_each(self, paths: Iterable[str]) -> Iterator[StoredValue]:
         for (is_ledger, in_hbase), group in groupby(paths, lambda path: (_ledger(path) is not None, _is_row(path))):
             if is_ledger:
-                yield from map(value_of, self.rows(int(path[-32:], 16) for path in group))
+                yield from map(_versioned, self._rows.get_many(int(path[-32:], 16) for path in group))
             elif in_hbase:
                 yield from map(self.get, group)
             else:
@@ -197,13 +206,6 @@ class HBaseStore(ZooKeeperStore):
         """
         return self._rows.ledgers(first, last)
 
-    def rows(self, ledgers: Iterable[int]) -> Iterator[Versioned[bytes] | BkctlError | None]:
-        """`get` the ledgers with these 128-bit numbers in the order given; Corrupt comes in place of a malformed row.
-
-        Raises NotFound without a table.
-        """
-        return map(_versioned, self._rows.get_many(ledgers))
-
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: an atomic increment."""
         return self._rows.next_number(check_path(path))
@@ -227,7 +229,7 @@ class HBaseStore(ZooKeeperStore):
 
     def _versions(self, watches: list[PolledWatch]) -> Iterator[int | None]:
         """Yield the version of each watched ledger; None: missing, -1: malformed."""
-        for found in self.rows(int(watch.path[-32:], 16) for watch in watches):
+        for found in self._read_each(watch.path for watch in watches):
             yield -1 if isinstance(found, BkctlError) else None if found is None else found.version
 
     def _poll(self) -> None:
@@ -259,7 +261,7 @@ def _first_from(name: str) -> int:
     return int((digits[0] if digits else "").ljust(32, "0"), 16)
 
 
-def _versioned(row: HBaseRow | BkctlError | None) -> Versioned[bytes] | BkctlError | None:
+def _versioned(row: HBaseRow | BkctlError | None) -> StoredValue:
     return Versioned(row.value, row.version, None) if isinstance(row, HBaseRow) else row
 
 
@@ -272,9 +274,6 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
     """Every ledger at `ledgers/<qualified name>`, a row of HBase's table; ids of scope 0 from its counter."""
 
     store: HBaseStore
-
-    def _values(self, ids: Iterable[LedgerId]) -> Iterator[StoredValue]:
-        return self.store.rows(ledger.value for ledger in ids)
 
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
         """See LedgerManager.batches: one listing, also of all scopes; a list holds ledgers of one scope."""

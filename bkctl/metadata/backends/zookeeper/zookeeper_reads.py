@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice, tee
 from typing import Any, Final, TypeAlias, cast
@@ -30,7 +30,7 @@ from bkctl.metadata.backends.zookeeper.multi_read import (
     parse_answers,
 )
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection, end_client
-from bkctl.metadata.store import Versioned
+from bkctl.metadata.store import StoredValue, Versioned
 
 _BATCH_SIZE_MAX: Final = 512
 #: With fewer batches, a listing waits for the server.
@@ -65,9 +65,9 @@ class ZooKeeperReads(SessionStore):
         return cast(Versioned[bytes] | None, self._read_one("get", path))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        return chain.from_iterable(self.get_batches(paths))
+        return chain.from_iterable(self._pipeline("get", paths))
 
-    def get_batches(self, paths: Iterable[str]) -> Iterator[Answers]:
+    def get_batches(self, paths: Iterable[str]) -> Iterator[Collection[StoredValue]]:
         return self._pipeline("get", paths)
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
