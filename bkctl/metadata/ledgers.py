@@ -257,10 +257,9 @@ class LedgerManager(StoredLedgerIds):
         places, paths = tee(attempt(self._path_to_read, ledger) for ledger in asked)
         for values in self.store.get_batches(path for path in paths if isinstance(path, str)):
             batch = list(islice(places, len(values)))
-            if refused := [path for path in batch if not isinstance(path, str)]:
-                while refused:
-                    batch += (more := list(islice(places, len(refused))))
-                    refused = [path for path in more if not isinstance(path, str)]
+            while lacking := len(values) - sum(isinstance(path, str) for path in batch):
+                batch += islice(places, lacking)
+            if len(batch) > len(values):
                 remaining = iter(values)
                 values = [next(remaining) if isinstance(path, str) else path for path in batch]
             yield ReadLedgers(list(islice(ledgers, len(batch))), values)
