@@ -6,6 +6,8 @@ BIN := .venv/bin
 EXTENSIONS := bkctl/protocol/_wire.h bkctl/protocol/_runs.c bkctl/files/_scan.c
 # How many processes share the tests, which wait more than they compute; WORKERS=0 runs them in one.
 WORKERS ?= 4
+# Each process would compile all tests for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 # `make fast`: the parts of the tests that start no server of Java's. What needs Java is skipped.
 FAST := tests/test_*.py tests/formats tests/protocol tests/client tests/files tests/checks tests/repair tests/storage \
@@ -14,14 +16,18 @@ PROTOS := $(shell find bkctl -name '*.proto')
 # Arguments of benchmarks/run.py: `make bench BENCH='--runs 3 startup ledger-read'`.
 BENCH ?=
 
-.PHONY: demo test again fast lint format types generate protos picture site bench servers dist lock lowest clean
+.PHONY: demo test collected again fast lint format types generate protos picture site bench servers dist lock lowest clean
 
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
 
 test: .venv/.test
-	$(MAKE) --no-print-directory -j2 --output-sync lint types servers
+	$(MAKE) --no-print-directory -j2 --output-sync servers collected types lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal || { test $$? = 1 && $(MAKE) --no-print-directory again; }
+
+# Compiles the tests while the servers come, once for all processes; what is wrong shows when they run.
+collected: .venv/.test
+	-@$(BIN)/pytest --collect-only -q >/dev/null
 
 # What failed beside other tests runs once more, alone. A test that passes now is unsteady: mend it.
 again:
@@ -103,9 +109,11 @@ $(BIN)/python:
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@
 
+# Python 3.11 brings a pip that takes twice as long for so many packages.
 .venv/.test: pyproject.toml release/requirements/test.txt $(EXTENSIONS) | $(BIN)/python
 	@echo "make: installing bkctl and what its tests need into .venv: some minutes at the first time"
-	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r release/requirements/test.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r release/requirements/pip.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r release/requirements/test.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@ .venv/.bkctl

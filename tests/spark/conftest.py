@@ -64,6 +64,15 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             os.environ[name] = value
 
 
+@pytest.fixture(scope="module")
+def hbase(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.HBaseServer]:
+    """One HBase for a module: no other test of the processes that have a Spark needs it, and it never rests."""
+    server = servers.HBaseServer(tmp_path_factory.mktemp("hbase"))
+    server.start()
+    yield server
+    server.kill()
+
+
 @pytest.fixture(params=["local", "spark"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Each engine in turn: the one of this process, and Spark."""

@@ -939,7 +939,8 @@ class HBaseServer(Server):
             "hbase.regionserver.handler.count": 10,
             "hbase.master.start.timeout.localHBaseCluster": int(LIMIT_S * 1000),
             # The only region server reports at once, and the master waits for no other: else a start waits 5 s or more.
-            "hbase.regionserver.msginterval": 250,
+            "hbase.regionserver.msginterval": 1000,
+            "hbase.regionserver.metrics.period": 3_600_000,
             "hbase.master.wait.on.regionservers.maxtostart": 1,
             "hbase.master.wait.on.regionservers.interval": 100,
         }  # fmt: skip
