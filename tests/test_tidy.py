@@ -7,8 +7,10 @@ import io
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -34,20 +36,29 @@ def modules(rooms: Sequence[str] = ("bkctl", "commands")) -> list[Path]:
 ALL = ("bkctl", "commands", "tests", "benchmarks")
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every docstring."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield node.body[0].lineno, text
+class Prose(NamedTuple):
+    """The line and text of the docstrings, comments (a line each) and strings of a file."""
+
+    docstrings: list[tuple[int, str]]
+    comments: list[tuple[int, str]]
+    strings: list[tuple[int, str]]
 
 
-def comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every comment, a line each."""
+@cache
+def prose(path: Path) -> Prose:
+    """Read a file once for both tests of it."""
+    source = path.read_text()
+    found = Prose([], [], [])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.strings.append((node.lineno, node.value))
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and (text := ast.get_docstring(node)):
+            found.docstrings.append((node.body[0].lineno, text))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("#: ")
+            found.comments.append((token.start[0], token.string.lstrip("#: ")))
+    return found
 
 
 def begins_a_comment(lines: list[str], line: int) -> bool:
@@ -55,33 +66,21 @@ def begins_a_comment(lines: list[str], line: int) -> bool:
     return lines[line - 1].lstrip().startswith("#") and not (line > 1 and lines[line - 2].lstrip().startswith("#"))
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of comments and strings of a file; of a test, whose strings are data, of docstrings."""
-    source = path.read_text()
-    tree = ast.parse(source)
-    yield from comments(source)
-    if not path.is_relative_to(ROOT / "bkctl") and not path.is_relative_to(ROOT / "commands"):
-        yield from docstrings(tree)
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value
-
-
 @pytest.mark.parametrize("path", modules(ALL), ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_and_comments_begin_with_a_verb_or_a_noun(path: Path) -> None:
-    source = path.read_text()
+    lines = path.read_text().splitlines()
     # A comment's further lines, and the end of a line of code, may begin with any word.
-    own = [(line, text) for line, text in comments(source) if begins_a_comment(source.splitlines(), line)]
-    found = [
-        f"{path}:{line}: {text[:70]}" for line, text in [*docstrings(ast.parse(source)), *own] if RIDDLE.match(text)
-    ]
+    own = [(line, text) for line, text in prose(path).comments if begins_a_comment(lines, line)]
+    found = [f"{path}:{line}: {text[:70]}" for line, text in [*prose(path).docstrings, *own] if RIDDLE.match(text)]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("path", modules(ALL), ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_states_the_fact(path: Path) -> None:
-    found = [f"{path}:{line}: {match[0]}" for line, text in prose(path) for match in BANNED.finditer(text)]
+    """The strings of tests are data, but for docstrings."""
+    is_product = path.is_relative_to(ROOT / "bkctl") or path.is_relative_to(ROOT / "commands")
+    texts = [*prose(path).comments, *(prose(path).strings if is_product else prose(path).docstrings)]
+    found = [f"{path}:{line}: {match[0]}" for line, text in texts for match in BANNED.finditer(text)]
     assert not found, "\n".join(found)
 
 

@@ -395,7 +395,10 @@ def _from_view(view: LedgerMetadataView, version: int, size_bytes: int) -> Ledge
     password = view.password or (b"" if view.HasField("password") else None)
     is_small = size_bytes <= _SHARED_SIZE_BYTES_MAX
     ensembles = (_known_ensembles if is_small else _ensembles)(
-        tuple(view.segment[:]), ensemble_size, write_quorum, ack_quorum  # A slice is a list at once.
+        tuple(view.segment[:]),
+        ensemble_size,
+        write_quorum,
+        ack_quorum,  # A slice is a list at once.
     )
     custom = (_known_custom_metadata if is_small else _custom_metadata)(tuple(view.customMetadata[:]))
     return tuple.__new__(  # A call of the class takes twice as long.
