@@ -176,6 +176,11 @@ def test_ledgers_of_an_unknown_bookie_are_not_found(cli: Cli, store: Cluster) ->
         assert (missing.code, missing.out) == (4, ""), missing
         assert "No bookie nowhere:1" in missing.err
     assert cli("ledger", "list", "--bookie", BOOKIES[2], "--state", "IN_RECOVERY", "-o", "json").json == []
+    store.store.put(store.ledgers.path(LedgerId(0, 5)), b"damage", None)
+    for more in ([], ["--count"], ["-o", "ndjson"]):  # The ledger may name it.
+        unknown = cli("ledger", "list", "--bookie", "nowhere:1", "--keep-going", *more)
+        assert unknown.code == 3
+        assert "No bookie" not in unknown.err
 
 
 def test_an_empty_scope_says_what_other_scopes_hold(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,10 @@ def test_server_that_stays_down_is_a_timeout(
     cluster = open_cluster(server.metadata_uri(), create=True)
     cluster.ledgers.create(LedgerId(0, 1), METADATA)
     cluster.store._connection.timeout_s = 1.0  # type: ignore[attr-defined]
+
+    def read_many() -> list[Any]:
+        return list(cluster.store.get_many(f"node-{number}" for number in range(300)))
+
     server.kill()
     for call in (
         lambda: cluster.ledgers.read(LedgerId(0, 1)),
@@ -152,6 +156,8 @@ def test_server_that_stays_down_is_a_timeout(
         lambda: list(cluster.ledgers.read_many([LedgerId(0, 1)])),
         lambda: cluster.bookies.list(),
         lambda: cluster.bookies.register("bookie-1", INFO),
+        read_many,
+        read_many,
     ):
         with pytest.raises(TimedOut) as caught:
             call()

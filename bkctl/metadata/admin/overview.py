@@ -250,7 +250,7 @@ class LedgerListing:
         return islice(self.cluster.ledgers.ledgers(self.scope_id, self.after), self.limit)
 
     def rows(self) -> Iterator[LedgerRow]:
-        """Yield the rows. Raises NotFound if the bookie of the query is unknown, and no ledger names it."""
+        """Yield the rows. Raises as `check_bookie` behind them."""
         return ledger_rows(self._ledgers())
 
     def batches(self) -> Iterator[ReadLedgers]:
@@ -301,9 +301,11 @@ class LedgerListing:
             self.found(self.found_count)
 
     def check_bookie(self) -> None:
-        """Raise NotFound if no ledger is found, and the bookie of the query is unknown."""
+        """Raise NotFound if no ledger is found, each was read, and the bookie of the query is unknown."""
         bookie_id = self.query.bookie_id
-        if not self.found_count and bookie_id is not None and self.cluster.bookies.get(bookie_id) is None:
+        if self.found_count or self.unreadable or bookie_id is None:
+            return
+        if self.cluster.bookies.get(bookie_id) is None:
             raise NotFound(
                 f"No bookie {bookie_id}, and no such ledger names it", hint="'bkctl bookies list' shows them"
             )

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from bkctl.disk import Closing, Files, make_private_directory
-from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported
+from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported, UsageError
 from bkctl.formats.metadata import Cookie, LedgerMetadata
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import LedgerId
@@ -429,7 +429,10 @@ def _undo_node(
     store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool, is_moved: IsMoved
 ) -> UndoneChange:
     name, before, after = _change_in(fields, "path", where)
-    place = check_path(name)
+    try:
+        place = check_path(name)
+    except UsageError as error:
+        raise Corrupt(f"{where}: {error.message}") from error
     found = store.get(place)
     outcome = _outcome(None if found is None else found.value, before, after)
     if outcome == "restored" and before is None and _is_shared(place):

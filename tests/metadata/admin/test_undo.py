@@ -143,6 +143,17 @@ def test_impossible_name_of_a_file_is_corrupt(cluster: Cluster, tmp_path: Path, 
         outcomes(cluster, path)
 
 
+@pytest.mark.parametrize("name", ["../../etc", "/a", "a\0"])
+def test_impossible_path_of_a_node_is_corrupt(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, []) as kept:
+        kept.record("a", b"1", None)
+    header = path.read_text().splitlines(keepends=True)[0]
+    path.write_text(header + json.dumps({"path": name, "before": None, "after": None}) + "\n")
+    with pytest.raises(Corrupt, match=f"undo: the line at byte {len(header)}: Not a path"):
+        outcomes(cluster, path)
+
+
 def test_undo_does_not_wait_for_a_pipe(cluster: Cluster, tmp_path: Path) -> None:
     path, pipe = tmp_path / "undo", tmp_path / "VERSION"
     with UndoFile(path, cluster, []) as kept:

@@ -72,6 +72,43 @@ class ZooKeeperCall:
     once: bool = field(default=False, kw_only=True)
 
 
+class _Bell:
+    """Both ends of kazoo's socket pair, which gets a byte for each request and gives it when the request is sent.
+
+    A pair of sockets has room for some hundreds. Without a connection none is sent, and one more would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._lock = threading.Lock()
+        #: Bytes given and not taken yet; the sockets hold one of them.
+        self._count = 0
+
+    def send(self, data: bytes) -> int:
+        """Take one byte. Raises OSError after `close`."""
+        with self._lock:
+            if not self._count or self._writer.fileno() < 0:
+                self._writer.send(data)
+            self._count += 1
+        return 1
+
+    def recv(self, size: int) -> bytes:
+        """Give one byte. The caller knows that there is one: `fileno` can be read."""
+        with self._lock:
+            self._count -= 1
+            return b"\0" if self._count else self._reader.recv(size)
+
+    def fileno(self) -> int:
+        """Return the descriptor that can be read while there is a byte."""
+        return self._reader.fileno()
+
+    def close(self) -> None:
+        """Close both ends."""
+        with self._lock:
+            self._reader.close()
+            self._writer.close()
+
+
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
     """kazoo's threads, with our own sockets: one TLS context for all, and the reason of the last failed connection."""
 
@@ -80,6 +117,10 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self.tls = tls
         #: The reason of the last failed connection; "" after a successful one.
         self.problem = ""
+
+    def create_socket_pair(self) -> tuple[_Bell, _Bell]:
+        bell = _Bell()
+        return bell, bell
 
     def create_connection(self, *, address: tuple[str, int], hostname: str, timeout: float, **_: Any) -> socket.socket:
         """Source: kazoo.handlers.utils.create_tcp_connection."""
