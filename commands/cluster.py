@@ -406,8 +406,7 @@ def mute_health(
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
-    with run.recorded() as recorded:
-        run.out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
+    run.out.show(HealthMutes(run.recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
 @command(health_app, "unmute", undo=True, prints=object_of(MUTE_COLUMNS))
@@ -418,8 +417,7 @@ def unmute_health(run: Run, code: Code) -> None:
     """
     from bkctl.metadata.admin.health import HealthMutes
 
-    with run.recorded() as recorded:
-        run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
+    run.out.show(HealthMutes(run.recorded).unmute(code), MUTE_COLUMNS)
 
 
 @command(health_app, "mutes", connects=True, prints=rows_of(MUTE_COLUMNS))
@@ -472,8 +470,7 @@ def healthcheck_disable(run: Run) -> None:
 def _switch_healthcheck(run: Run, enabled: bool) -> None:
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
-    with run.recorded() as recorded:
-        changed = HealthCheckSwitch(recorded).set(enabled)
+    changed = HealthCheckSwitch(run.recorded).set(enabled)
     run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
     if not changed:
         run.out.note(f"The health check was {'enabled' if enabled else 'disabled'} already")

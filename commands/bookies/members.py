@@ -126,9 +126,9 @@ def set_racks(
 
     names = bookie_ids(bookies)
     registered = {bookie.bookie_id for bookie in run.cluster.bookies.list()}
-    with run.recorded() as recorded:
-        before = BookieRacks(recorded).all()
-        rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=run.dry_run)
+    racks = BookieRacks(run.recorded)
+    before = racks.all()
+    rows = racks.set(names, rack, group=bookie_group, hostname=hostname, dry_run=run.dry_run)
     run.out.note(*(f"Bookie {row.bookie_id} is in rack {row.rack} already" for row in rows if row in before))
     run.out.warn(
         *(f"bookie {name} has neither a registration nor a cookie" for name in names if name not in registered)
@@ -147,8 +147,7 @@ def unset_racks(run: Run, bookies: ManyBookies) -> None:
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with run.recorded() as recorded:
-        rows = BookieRacks(recorded).unset(names, dry_run=run.dry_run)
+    rows = BookieRacks(run.recorded).unset(names, dry_run=run.dry_run)
     run.out.render(rows, CHANGE_COLUMNS, findings=True)
     run.out.note(*(f"Bookie {name} has no rack" for name in names if all(row.bookie_id != name for row in rows)))
     if rows and not run.dry_run:

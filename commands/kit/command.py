@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, TypeVar
@@ -34,6 +34,7 @@ from .settings import GlobalOptions, Session, global_parameters, read_environmen
 
 if TYPE_CHECKING:
     from bkctl.http.bundle import RecordedCluster
+    from bkctl.metadata.admin.undo import UndoFile
     from bkctl.metadata.cluster import Cluster
 
 #: Names that modules of commands import from here.
@@ -84,9 +85,21 @@ class Run:
         _ = self.cluster  # opening it reads the bundle
         return self.access.recorded
 
-    def recorded(self) -> AbstractContextManager[Cluster]:
-        """Return the cluster for work whose changes of nodes all go to the undo file; see `Consent.undo`."""
-        return self.consent.recorded(self.cluster, self.undo)
+    @cached_property
+    def undo_file(self) -> UndoFile:
+        """The undo file of the changes of the cluster, complete when the command ends; see `Consent.undo`."""
+        return self.opened.enter_context(self.consent.undo(self.cluster, self.undo))
+
+    @cached_property
+    def recorded(self) -> Cluster:
+        """The cluster, for work whose changes of nodes all go to the undo file."""
+        return self.undo_file.recorded()
+
+    def hold(self, directories: Iterable[Path]) -> None:
+        """Hold a bookie's directories for this process until the command ends. Raises Conflict while a bookie runs."""
+        from bkctl.repair.holding import hold
+
+        self.opened.enter_context(hold(directories, note=self.out.note))
 
 
 def group(

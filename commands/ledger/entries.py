@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from stat import S_ISDIR, S_ISREG
@@ -223,12 +222,10 @@ def read(
         read_ledger, ledger=ledger, entries=EntriesToRead(entries.first, entries.last, limit, last), password=secret,
         recovery=recover, bookie_id=bookie, verify=not no_verify, note=run.out.detail,
     )  # fmt: skip
-    with (
-        run.recorded() if recover else nullcontext(run.cluster) as recorded,
-        run.job.working(f"Reading ledger {ledger}"),
-    ):
+    cluster = run.recorded if recover else run.cluster
+    with run.job.working(f"Reading ledger {ledger}"):
         columns = entry_columns(ledger, body or format is not None, format)
-        _print_entries(run, recorded, protocol, runs, columns, form=form)
+        _print_entries(run, cluster, protocol, runs, columns, form=form)
 
 
 @command(app, "tail", connects=True, changes="as_admin", prints=rows_of(_shown_columns))

@@ -407,11 +407,8 @@ def list_orphans(
         return
     node_count = sum(each.node_count for each in removable)
     run.consent.confirm(f"{counted(node_count, 'node')} would be removed from {run.cluster.uri}")
-    with (
-        run.recorded() as recorded,
-        run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
-    ):
-        remove_orphans(recorded, removable)
+    with run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"):
+        remove_orphans(run.recorded, removable)
     run.out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
     run.out.finish_with(
         len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first"
@@ -512,12 +509,11 @@ def replace_bookie_id(
         run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {run.cluster.uri}")
     left = "changed ledgers stay changed: run the command again to continue"
     with (
-        run.recorded() as recorded,
         run.job.working("Replacing", unit="ledgers", pace=pace, left=left) as activity,
         run.out.rows(REPLACEMENT_COLUMNS) as writer,
     ):
         replaced = replace_bookie(
-            recorded, old, new, pace=pace, limit=limit, dry_run=run.dry_run, progress=activity.update
+            run.recorded, old, new, pace=pace, limit=limit, dry_run=run.dry_run, progress=activity.update
         )
         writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
     if registered is None and not kept:
