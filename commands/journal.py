@@ -213,10 +213,8 @@ def verify(
 
     given, named, files = _journals(run, names, directories)
     checked = CheckedFiles(run.out, attrgetter("record_count"))
-    with (
-        run.access.digest_checker(digest.digest_type, password, files) as checker,
-        run.job.working("Reading journals", unit="journals", pace=pace) as activity,
-    ):
+    checker = run.digest_checker(digest.digest_type, password, files)
+    with run.job.working("Reading journals", unit="journals", pace=pace) as activity:
         checked.render(
             tap(check_journals(given, named, checker, pace=pace), lambda _: activity.advance()), VERIFY_COLUMNS
         )

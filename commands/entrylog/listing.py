@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -318,11 +318,8 @@ def verify(
     logs = find_logs(run, names, directories)
     index_dirs = run.access.directories(directories, needed=False).index_dirs
     checked = CheckedFiles(run.out, attrgetter("entry_count"))
-    digests = nullcontext() if no_digests else run.access.digest_checker(digest.digest_type, password, logs)
-    with (
-        digests as checker,
-        run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
-    ):
+    checker = None if no_digests else run.digest_checker(digest.digest_type, password, logs)
+    with run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity:
         checks = tap(check_entry_logs(logs, checker, index_dirs=index_dirs, pace=pace), lambda _: activity.advance())
         checked.render(_saying_more(run, checks), CHECK_COLUMNS)
     checked.note_sound("entry log is", "entry logs are", "entry")

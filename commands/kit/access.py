@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
@@ -22,11 +22,9 @@ from .settings import GlobalOptions, Session
 if TYPE_CHECKING:
     import ssl
 
-    from bkctl.checks.digests import DigestChecker
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig, ClientConfig
     from bkctl.files.directories import BookieDirectories
-    from bkctl.formats.entry import DigestType
     from bkctl.http.bundle import RecordedCluster
     from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import Cluster
@@ -401,23 +399,3 @@ class Access:
                 "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
             )
         return BookieDirectories()
-
-    @contextmanager
-    def digest_checker(
-        self, digest_type: DigestType | None, password: bytes, files: Iterable[Path]
-    ) -> Iterator[DigestChecker]:
-        """Checks the entries in `files` against their digests; what is not given comes from a metadata store, if the
-        command names one."""
-        from bkctl.checks.digests import DigestChecker
-
-        if digest_type is not None or not self.names_metadata:
-            yield DigestChecker(digest_type, password=password or None)
-            return
-        from bkctl.metadata.liveness import StoredDigests
-
-        with self.cluster() as cluster:
-            stored = StoredDigests(cluster, files)
-            yield DigestChecker(
-                digest_of=stored.digest_of, password=password or None,
-                password_of=None if password else stored.password_of,
-            )  # fmt: skip

@@ -33,6 +33,8 @@ from .printer import Printer
 from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
 
 if TYPE_CHECKING:
+    from bkctl.checks.digests import DigestChecker
+    from bkctl.formats.entry import DigestType
     from bkctl.http.bundle import RecordedCluster
     from bkctl.metadata.admin.undo import UndoFile
     from bkctl.metadata.cluster import Cluster
@@ -85,15 +87,34 @@ class Run:
         _ = self.cluster  # opening it reads the bundle
         return self.access.recorded
 
+    def record(self, cluster: Cluster, *, elsewhere: bool = False) -> UndoFile:
+        """Return the undo file of the changes of `cluster`, complete when the command ends; see `Consent.undo`."""
+        return self.opened.enter_context(self.consent.undo(cluster, self.undo, elsewhere=elsewhere))
+
     @cached_property
     def undo_file(self) -> UndoFile:
-        """The undo file of the changes of the cluster, complete when the command ends; see `Consent.undo`."""
-        return self.opened.enter_context(self.consent.undo(self.cluster, self.undo))
+        """The undo file of the changes of the cluster."""
+        return self.record(self.cluster)
 
     @cached_property
     def recorded(self) -> Cluster:
         """The cluster, for work whose changes of nodes all go to the undo file."""
         return self.undo_file.recorded()
+
+    def digest_checker(self, digest_type: DigestType | None, password: bytes, files: Iterable[Path]) -> DigestChecker:
+        """Return a checker of the entries in `files` against their digests.
+
+        What is not given comes from a metadata store, if the command names one.
+        """
+        from bkctl.checks.digests import DigestChecker
+
+        if digest_type is not None or not self.access.names_metadata:
+            return DigestChecker(digest_type, password=password or None)
+        from bkctl.metadata.liveness import StoredDigests
+
+        stored = StoredDigests(self.cluster, files)
+        find_password = None if password else stored.password_of
+        return DigestChecker(digest_of=stored.digest_of, password=password or None, password_of=find_password)
 
     def hold(self, directories: Iterable[Path]) -> None:
         """Hold a bookie's directories for this process until the command ends. Raises Conflict while a bookie runs."""

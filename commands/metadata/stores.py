@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -150,7 +150,7 @@ def import_(
         if is_new and run.dry_run:
             show_imported(run, ImportSummary(counts))
             return
-        recorded = nullcontext(target) if is_new else run.consent.recorded(target, run.undo)
+        recorded = target if is_new else run.record(target).recorded()
         imported = _fill(
             run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=run.dry_run
         )
@@ -165,14 +165,13 @@ def import_(
 
 
 def _fill(
-    run: Run, label: str, recorded: AbstractContextManager[Cluster], source: DumpSource, total: int | None, pace: Pace,
-    **how: bool,
-) -> ImportSummary:  # fmt: skip
+    run: Run, label: str, target: Cluster, source: DumpSource, total: int | None, pace: Pace, **how: bool
+) -> ImportSummary:
     """Import the records of `source`: `total`, if that is known."""
     from bkctl.metadata.admin.dump.importing import import_records
 
     left = "written metadata stays: run the command again to continue"
-    with recorded as target, run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity:
+    with run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity:
         return import_records(source.records(), target, pace=pace, progress=activity.update, **how)
 
 
@@ -293,7 +292,7 @@ def migrate(
     if overwrite and not run.dry_run and not plan.is_new:
         run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {run.cluster.uri}")
     prepare_target(target, source, dry_run=run.dry_run)
-    recorded = nullcontext(target) if plan.is_new else run.consent.recorded(target, run.undo, elsewhere=True)
+    recorded = target if plan.is_new else run.record(target, elsewhere=True).recorded()
     imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=run.dry_run)
     differences = 0 if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
