@@ -23,7 +23,7 @@ from ..kit.ledger_options import scope_option
 from ..kit.options import WatchOption, count_option, duration_option, flag, pairs_option, word
 from ..kit.texts import GREEN, RED, YELLOW, plain_lines
 from ..kit.values import refuse_both
-from .server import BookieServerOption, Patience, Server, ServerChoice, WaitDeadline, registered_bookie, server
+from .server import BookieServerOption, Patience, Server, ServerChoice, WaitDeadline, server
 
 if TYPE_CHECKING:
     from bkctl.client.trials import RoundTrip
@@ -392,7 +392,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
 
     run.consent.start_audit(begun=False)
     with run.job.working("Writing and reading", total=count, unit="entries") as activity:
-        bookie = registered_bookie(run.cluster, bookie_id)
+        bookie = run.bookie(bookie_id)
         if bookie.state == "down":
             raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
         read_only = bookie.state == "ro"

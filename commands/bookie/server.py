@@ -19,7 +19,7 @@ from ..kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -84,7 +84,6 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Callable[
     A call raises BookieUnavailable while the bookie is not registered.
     """
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
 
     url = which.url
     if url is None and which.bookie_id is None:
@@ -96,24 +95,8 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Callable[
         return lambda: only
     bookie_id = which.bookie_id
     assert bookie_id is not None
-    found: dict[str, Server] = {}
     cluster = run.cluster
-
-    def find() -> Server:
-        there = bookie_url(registered_bookie(cluster, bookie_id), run.access.bookie_host(bookie_id))
-        if there not in found:
-            found[there] = Server(BookieApi(run.access.http_client(there, is_registered=True)), bookie_id, cluster)
-        return found[there]
-
-    return find
-
-
-def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
-    """Return the bookie as the cluster knows it. Raises NotFound."""
-    bookie = cluster.bookies.get(bookie_id)
-    if bookie is None:
-        raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
-    return bookie
+    return lambda: Server(run.access.bookie_api(run.bookie(bookie_id)), bookie_id, cluster)
 
 
 def _url_of_conf(run: Run) -> str:

@@ -611,13 +611,9 @@ def _to_go_back(bookie: str) -> str:
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
     """Make the bookie read-only over its HTTP server."""
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
-
-    name = bookie.bookie_id
-    url = bookie_url(bookie, run.access.bookie_host(name))
-    if not BookieApi(run.access.http_client(url, is_registered=True)).set_read_only(True):
-        raise Conflict(f"Bookie {name} is still writable", hint="start it again with forceReadOnlyBookie=true")
+    if not run.access.bookie_api(bookie).set_read_only(True):
+        hint = "start it again with forceReadOnlyBookie=true"
+        raise Conflict(f"Bookie {bookie.bookie_id} is still writable", hint=hint)
 
 
 RISK_COLUMNS = Columns(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, TypeVar
 
 import typer
 
-from bkctl.errors import BkctlError, FindingsError
+from bkctl.errors import BkctlError, FindingsError, NotFound
 
 from . import interrupts
 from .access import Access, Levels
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bkctl.formats.entry import DigestType
     from bkctl.http.bundle import RecordedCluster
     from bkctl.metadata.admin.undo import UndoFile
-    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 #: Names that modules of commands import from here.
 __all__ = [
@@ -80,6 +80,14 @@ class Run:
     def cluster(self) -> Cluster:
         """The cluster that the options name, opened when it is first used."""
         return self.opened.enter_context(self.access.cluster())
+
+    def bookie(self, bookie_id: str) -> RegisteredBookie:
+        """Return a bookie as the cluster knows it. Raises NotFound."""
+        bookie = self.cluster.bookies.get(bookie_id)
+        if bookie is None:
+            where = self.cluster.store.name
+            raise NotFound(f"No bookie {bookie_id} in {where}", hint="'bkctl bookies list' shows them")
+        return bookie
 
     @property
     def bundled(self) -> RecordedCluster | None:

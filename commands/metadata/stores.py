@@ -502,8 +502,7 @@ def replace_bookie_id(
     registered = run.cluster.bookies.get(old)
     if registered is not None and registered.state != "down":
         raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
-    if run.cluster.bookies.get(new) is None:
-        raise NotFound(f"No bookie {new} in {run.cluster.store.name}", hint="'bkctl bookies list' shows them")
+    run.bookie(new)  # It must exist.
     if not run.dry_run:
         run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {run.cluster.uri}")
     left = "changed ledgers stay changed: run the command again to continue"

@@ -123,6 +123,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 class Api:
     """A bookie's HTTP server that keeps no secret."""
 
+    client = SimpleNamespace(url="http://b1:8080")
+
     def metrics(self) -> str:
         return "\n".join(f"# HELP x\n{text}" for text in (*PLANTED.values(), *SHOWN))
 
@@ -151,7 +153,7 @@ def test_no_secret_that_is_planted_anywhere_is_in_a_bundle(
     bookie = SimpleNamespace(bookie_id="b1", log=log, conf=conf)
     local = SimpleNamespace(metadata_uri=cluster.uri, bookies=lambda: [bookie])
     monkeypatch.setattr(bundles, "active_cluster", lambda: local)
-    monkeypatch.setattr("bkctl.commands.diagnose.metrics_api", lambda *_: Api())
+    monkeypatch.setattr("bkctl.commands.kit.access.Access.metrics_api", lambda *_: Api())
     file = tmp_path / "b.tar.gz"
     done = CommandLine(cluster.uri)("diagnose", "bundle", file, "--pause", "1ms", "--timeout", "2s")
     assert done.code == 0, done.err
