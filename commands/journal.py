@@ -122,10 +122,8 @@ def _journals(
     if names and all(Path(name).is_dir() for name in names):
         directories, names = [*map(Path, names), *(directories or ())], None
     given = run.access.directories(directories, needed=not names)
-    if not names:
-        return given, None, [file.path for file in given.journals()]
-    named = named_files(given, names, methodcaller("journals"), given.resolve_journal)
-    return given, named, named
+    found = named_files(given, names, methodcaller("journals"), given.resolve_journal)
+    return given, found if names else None, found
 
 
 MARK_COLUMNS = Columns(
