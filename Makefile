@@ -50,7 +50,7 @@ types: .venv/.test
 	$(BIN)/mypy
 
 generate: .venv/.test
-	$(BIN)/python -m bkctl.commands.generate
+	$(BIN)/python docs/commands_reference.py
 	$(BIN)/python docs/python_reference.py
 	$(BIN)/python docs/monitoring.py
 

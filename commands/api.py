@@ -226,27 +226,27 @@ def _call(
     *, changes: bool = False, dry_run: bool = False,
 ) -> None:  # fmt: skip
     path = _full(path)
-    with server(run, which, changes=changes and not dry_run) as found:
-        client = found.api.client
-        if dry_run:
-            url = f"{found.url}{client.target(path, found.api.query)}"
-            size_bytes = None if body is None else len(body)
-            run.out.show(PlainRow(method=method, url=url, body_size_bytes=size_bytes), REQUEST_COLUMNS)
-            return
-        client.target(path)  # An invalid path is refused before the user is asked.
-        if method == "DELETE":
-            run.consent.confirm(f"{client.url}{path} would be deleted")
-        with client.exchange(method, path, found.api.query, body, streams=True) as answer:
-            run.out.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
-            if not 200 <= answer.status < 300:
-                raise client.error_of(answer, method, path)
-            chunks = answer.chunks(size_max)
-            if sys.stdout.isatty():
-                for text in _readable(chunks):
-                    run.out.text(text)
-            else:
-                for chunk in chunks:
-                    run.out.raw(chunk)
+    found = server(run, which, changes=changes and not dry_run)
+    client = found.api.client
+    if dry_run:
+        url = f"{found.url}{client.target(path, found.api.query)}"
+        size_bytes = None if body is None else len(body)
+        run.out.show(PlainRow(method=method, url=url, body_size_bytes=size_bytes), REQUEST_COLUMNS)
+        return
+    client.target(path)  # An invalid path is refused before the user is asked.
+    if method == "DELETE":
+        run.consent.confirm(f"{client.url}{path} would be deleted")
+    with client.exchange(method, path, found.api.query, body, streams=True) as answer:
+        run.out.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
+        if not 200 <= answer.status < 300:
+            raise client.error_of(answer, method, path)
+        chunks = answer.chunks(size_max)
+        if sys.stdout.isatty():
+            for text in _readable(chunks):
+                run.out.text(text)
+        else:
+            for chunk in chunks:
+                run.out.raw(chunk)
 
 
 def _readable(chunks: Iterator[bytes]) -> Iterator[str]:

@@ -124,13 +124,11 @@ SWITCH_COLUMNS = Columns(
 def _switch(run: Run, enabled: bool) -> None:
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of
 
-    with run.recorded() as recorded:
-        state = auto_recovery_of(recorded)
-        try:
-            (state.settings.enable if enabled else state.settings.disable)()
-            changed = True
-        except AlreadyExists:
-            changed = False
+    settings, changed = auto_recovery_of(run.recorded).settings, True
+    try:
+        (settings.enable if enabled else settings.disable)()
+    except AlreadyExists:
+        changed = False
     run.out.show(PlainRow(enabled=enabled, changed=changed), SWITCH_COLUMNS)
     if not changed:
         run.out.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
@@ -268,10 +266,10 @@ def mark(
     if not auto_recovery_of(run.cluster).settings.is_enabled():
         run.out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
     check_in_ensembles(run.cluster, ledgers, missing)
-    with run.out.rows(MARKED_COLUMNS) as writer, run.recorded() as recorded:
-        text = f"was marked for {', '.join(missing)} already"
-        marked = mark_ledgers(recorded, ledgers, missing, dry_run=run.dry_run)
-        writer.rows(tap(marked, lambda row: None if row.changed else run.out.note(f"Ledger {row.ledger} {text}")))
+    text = f"was marked for {', '.join(missing)} already"
+    marked = mark_ledgers(run.recorded, ledgers, missing, dry_run=run.dry_run)
+    marked = tap(marked, lambda row: None if row.changed else run.out.note(f"Ledger {row.ledger} {text}"))
+    run.out.render(marked, MARKED_COLUMNS)
 
 
 @command(app, "unmark", asks=True, undo=True, dry_run=True, prints=rows_of(MARKED_COLUMNS))
@@ -288,8 +286,7 @@ def unmark(run: Run, ledgers: LedgersOrFile) -> None:
     run.out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
     if marks and not run.dry_run:
         run.consent.confirm(f"{counted(len(marks), 'ledger')} would not be replicated, until an audit marks them again")
-    with run.out.rows(MARKED_COLUMNS, findings=True) as writer, run.recorded() as recorded:
-        writer.rows(unmark_ledgers(recorded, marks, dry_run=run.dry_run))
+    run.out.render(unmark_ledgers(run.recorded, marks, dry_run=run.dry_run), MARKED_COLUMNS, findings=True)
 
 
 # --- the auditor ----------------------------------------------------------------------------------------------------
@@ -367,8 +364,7 @@ def audit(
         run.out.show(auto_recovery_of(run.cluster).trigger_audit(dry_run=run.dry_run), AUDITED_COLUMNS)
         return
     after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-    with run.recorded() as recorded:
-        rows = reset_clocks(recorded, after_ms, checks, dry_run=run.dry_run)
+    rows = reset_clocks(run.recorded, after_ms, checks, dry_run=run.dry_run)
     run.out.render(rows, CLOCK_COLUMNS)
     run.out.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
@@ -400,6 +396,5 @@ def delay(
     if wanted != int(wanted):
         raise UsageError(f"DELAY {seconds}: not whole seconds")
     if not run.dry_run:
-        with run.recorded() as recorded:
-            auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
+        auto_recovery_of(run.recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
     run.out.show(PlainRow(seconds=int(wanted), stored=True), DELAY_COLUMNS)

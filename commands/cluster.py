@@ -24,10 +24,8 @@ from .local import down, up
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.bookie_load import BookieVitals
     from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 health_app = group("Show what is wrong with the cluster, and mute findings.", default="show")
@@ -217,7 +215,7 @@ def find_all(run: Run, look: Look) -> list[HealthFinding]:
     of_bookies: list[HealthFinding] = []
     if not look.no_bookies:
         members = cluster.bookies.list(include_down=False)
-        vitals = without_moved(cluster, find_vitals(run, members))
+        vitals = without_moved(cluster, run.access.vitals(members))
         asked = partial(disk_findings, bookies=members, percent_max=look.threshold, full=full_bookies(vitals))
         of_bookies += run.job.ask(run.access.bookkeeper(cluster), asked)
         full = {each.subject for each in of_bookies if each.command.startswith("bkctl why space")}
@@ -254,21 +252,6 @@ def find_all(run: Run, look: Look) -> list[HealthFinding]:
                 audit.tallies = {key: tally for key, tally in audit.tallies.items() if key in still}
                 found += audit.findings(audited=True)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
-
-
-def metrics_api(run: Run, bookie: RegisteredBookie) -> BookieApi:
-    """Return the HTTP server of a bookie, which has Access.metrics_wait_s to answer."""
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
-
-    return BookieApi(run.access.metrics_client(bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
-
-
-def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
-    """Return what the HTTP servers of bookies say of their health."""
-    from bkctl.http.bookie_load import cluster_vitals
-
-    return cluster_vitals(bookies, partial(metrics_api, run), wait_s=run.access.metrics_wait_s)
 
 
 @command(health_app, "show", connects=True, prints=rows_of(HEALTH_COLUMNS))
@@ -406,8 +389,7 @@ def mute_health(
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
-    with run.recorded() as recorded:
-        run.out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
+    run.out.show(HealthMutes(run.recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
 @command(health_app, "unmute", undo=True, prints=object_of(MUTE_COLUMNS))
@@ -418,8 +400,7 @@ def unmute_health(run: Run, code: Code) -> None:
     """
     from bkctl.metadata.admin.health import HealthMutes
 
-    with run.recorded() as recorded:
-        run.out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
+    run.out.show(HealthMutes(run.recorded).unmute(code), MUTE_COLUMNS)
 
 
 @command(health_app, "mutes", connects=True, prints=rows_of(MUTE_COLUMNS))
@@ -472,8 +453,7 @@ def healthcheck_disable(run: Run) -> None:
 def _switch_healthcheck(run: Run, enabled: bool) -> None:
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
-    with run.recorded() as recorded:
-        changed = HealthCheckSwitch(recorded).set(enabled)
+    changed = HealthCheckSwitch(run.recorded).set(enabled)
     run.out.show(PlainRow(enabled=enabled, changed=changed), CHECK_COLUMNS)
     if not changed:
         run.out.note(f"The health check was {'enabled' if enabled else 'disabled'} already")

@@ -178,8 +178,7 @@ def create(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
     if run.cluster.store.get(path) is not None:
         raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
     if not run.dry_run:
-        with run.recorded() as recorded:
-            version = recorded.store.put(path, data, NEW)
+        version = run.recorded.store.put(path, data, NEW)
     run.out.show(_row(bookie, cookie, version=version), COOKIE_COLUMNS)
 
 
@@ -216,8 +215,7 @@ def update(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
     if changes and not run.dry_run:
         names = ", ".join(change.field for change in changes)
         run.consent.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
-        with run.recorded() as recorded:
-            recorded.store.put(path, data, found.version)
+        run.recorded.store.put(path, data, found.version)
     run.out.render(changes, CHANGE_COLUMNS)
 
 
@@ -234,7 +232,6 @@ def delete(run: Run, bookies: Annotated[list[str], word("BOOKIE", "The bookies."
     from bkctl.bookie.cookies import check_not_registered, remove_cookies
     from bkctl.formats.metadata import Cookie
     from bkctl.metadata.store import attempt
-    from bkctl.repair.holding import hold
 
     nodes = {bookie: _stored_node(run.cluster, bookie) for bookie in bookies}
     check_not_registered(run.cluster, bookies)
@@ -249,8 +246,8 @@ def delete(run: Run, bookies: Annotated[list[str], word("BOOKIE", "The bookies."
             "it does not start on its directories without. No ledger names it"
         )
         paths = [path for path, _ in files]
-        with hold([path.parent for path in paths], note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:
-            remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, kept)
+        run.hold(path.parent for path in paths)
+        remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, run.undo_file)
     read = (_row(name, attempt(Cookie.parse, node.value), version=node.version) for name, node in nodes.items())
     stored, local = list(read), [_row(cookie.bookie_id, cookie, place=str(path)) for path, cookie in files]
     run.out.render([*stored, *local], COOKIE_COLUMNS)
@@ -349,7 +346,6 @@ def expand_cookies(run: Run) -> None:
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand, make_directories
     from bkctl.disk import Files
-    from bkctl.repair.holding import hold
 
     config = run.access.config()
     bookie_id = bookie_id_of(config)
@@ -359,11 +355,8 @@ def expand_cookies(run: Run) -> None:
             f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again"
         )
         make_directories(new, Files())
-        with (
-            hold(map(Path, configured_directories(config)), note=run.out.note),
-            run.consent.undo(run.cluster, run.undo) as kept,
-        ):
-            expand(config, bookie_id, run.cluster, Files(), undo=kept)
+        run.hold(map(Path, configured_directories(config)))
+        expand(config, bookie_id, run.cluster, Files(), undo=run.undo_file)
     run.out.render((PlainRow(directory=each, bookie_id=bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
         run.out.note("No directory is new")
@@ -391,7 +384,6 @@ def rename_bookie(
     """
     from bkctl.bookie.cookies import STORE, rename
     from bkctl.disk import Files
-    from bkctl.repair.holding import hold
 
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")
@@ -401,8 +393,8 @@ def rename_bookie(
         run.consent.confirm(
             f"Bookie {old} would be {new} in {run.cluster.store.name} and {counted(len(changed), 'directory')}"
         )
-        with hold(map(Path, directories), note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:
-            changed = rename(run.cluster, old, new, directories, Files(), undo=kept)
+        run.hold(map(Path, directories))
+        changed = rename(run.cluster, old, new, directories, Files(), undo=run.undo_file)
     run.out.render((PlainRow(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
         run.out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")

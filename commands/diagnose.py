@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -11,7 +10,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists
 
-from .cluster import Look, find_all, metrics_api
+from .cluster import Look, find_all
 from .kit.columns import object_of
 from .kit.command import Run, command, group
 from .kit.options import duration_option, size_option, word
@@ -58,7 +57,7 @@ def bundle(
         findings = find_all(run, Look())
         found.json("health.json", findings)
         found.json("why.json", explain_all(run, (each.command for each in findings)))
-        api_of, watch = partial(metrics_api, run), load_watch(run)
+        api_of, watch = run.access.metrics_api, load_watch(run)
         add_cluster(found, run.cluster, api_of, watch, pause_s=pause_s, wait_s=run.access.metrics_wait_s)
         found.json("left-out.json", found.left_out)
     run.out.show((file, found), BUNDLE_COLUMNS)

@@ -122,10 +122,8 @@ def _journals(
     if names and all(Path(name).is_dir() for name in names):
         directories, names = [*map(Path, names), *(directories or ())], None
     given = run.access.directories(directories, needed=not names)
-    if not names:
-        return given, None, [file.path for file in given.journals()]
-    named = named_files(given, names, methodcaller("journals"), given.resolve_journal)
-    return given, named, named
+    found = named_files(given, names, methodcaller("journals"), given.resolve_journal)
+    return given, found if names else None, found
 
 
 MARK_COLUMNS = Columns(
@@ -213,10 +211,8 @@ def verify(
 
     given, named, files = _journals(run, names, directories)
     checked = CheckedFiles(run.out, attrgetter("record_count"))
-    with (
-        run.access.digest_checker(digest.digest_type, password, files) as checker,
-        run.job.working("Reading journals", unit="journals", pace=pace) as activity,
-    ):
+    checker = run.digest_checker(digest.digest_type, password, files)
+    with run.job.working("Reading journals", unit="journals", pace=pace) as activity:
         checked.render(
             tap(check_journals(given, named, checker, pace=pace), lambda _: activity.advance()), VERIFY_COLUMNS
         )

@@ -308,8 +308,8 @@ def list_orphans(
         return
     size_bytes = sum(each.size_bytes or 0 for each in old)
     run.consent.confirm(f"{counted(len(old), 'ledger')} with {size_text(size_bytes)} would be lost")
-    with run.recorded() as recorded, _inventory(run, root) as inventory:
-        deleted = _delete_orphans(run, inventory, recorded, old)
+    with _inventory(run, root) as inventory:
+        deleted = _delete_orphans(run, inventory, run.recorded, old)
     run.out.note(f"{deleted:,} of {counted(len(old), 'orphan was', 'orphans were')} deleted")
     problem_count = len(old) - deleted + len(problems)
     run.out.finish_with(problem_count, "ledger is left, or cannot be judged", "ledgers are left, or cannot be judged")

@@ -6,13 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
-from .cluster import metrics_api
 from .kit.columns import Output, PlainRow
 from .kit.command import Run, command, group, rows_of
 from .kit.options import duration_option, flag
@@ -144,4 +142,4 @@ def load_watch(run: Run) -> LoadWatch:
     """Return the watch of the load, which asks the bookies for a few seconds."""
     from bkctl.http.bookie_load import LoadWatch
 
-    return LoadWatch(run.cluster, partial(metrics_api, run), run.access.metrics_wait_s)
+    return LoadWatch(run.cluster, run.access.metrics_api, run.access.metrics_wait_s)

@@ -43,13 +43,11 @@ async def _asked(run: Run, ask: Ask, *, asks_bookies: bool = True) -> Explanatio
     from bkctl.client.ledger import BookKeeper
     from bkctl.http.why import Explanation, Inquiry
 
-    from .cluster import find_vitals, metrics_api
-
     cluster = run.cluster
     client = run.access.bookkeeper(cluster) if asks_bookies else BookKeeper(cluster, config=run.access.client_config())
     async with client as bookkeeper:
         placement = bookkeeper.pool.placement(cluster.bookies.list())
-        found = ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
+        found = ask(Inquiry(bookkeeper, placement, run.access.vitals, run.access.metrics_api))
         return found if isinstance(found, Explanation) else await found
 
 

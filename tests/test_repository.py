@@ -13,9 +13,9 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import pytest
+from commands_reference import read_pages
 
 from bkctl import __version__
-from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import Output
 from bkctl.metadata.admin.health import read_only_finding
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any
@@ -319,8 +318,8 @@ def check(
         raise UsageError("--seed needs --sample", hint="add --sample 1%")
     given = run.access.directories(directories).with_ledgers()
     logs = [file.path for file in given.entry_logs()] if digest.wanted else []
-    checker = run.access.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
-    with checker as digests, run.job.working("Checking", unit="bytes", pace=pace) as activity:
+    digests = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else None
+    with run.job.working("Checking", unit="bytes", pace=pace) as activity:
         job = IndexCheck(
             given,
             ledgers=which.ledgers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -38,21 +38,19 @@ def _repairing(
 
     A dry run only reads, and holds nothing. Of `size` units the progress is shown.
     """
-    from bkctl.repair.holding import hold
-
-    with nullcontext() if run.dry_run else hold(layout.all, note=run.out.note):
-        if not run.dry_run:
-            run.consent.start_audit(begun=True)
-        try:
-            with run.job.working(label, total=size and size(), unit=unit, left=left) as activity:
-                yield {"dry_run": run.dry_run, "progress": activity.advance}
-        except OSError as error:
-            if run.dry_run or error.filename is not None:
-                raise
-            where = ", ".join(map(str, layout.index_dirs))
-            raise BkctlError(
-                f"Writing in {where} failed: {error.strerror or error}", hint="make room, then repeat the command"
-            ) from error
+    if not run.dry_run:
+        run.hold(layout.all)
+        run.consent.start_audit(begun=True)
+    try:
+        with run.job.working(label, total=size and size(), unit=unit, left=left) as activity:
+            yield {"dry_run": run.dry_run, "progress": activity.advance}
+    except OSError as error:
+        if run.dry_run or error.filename is not None:
+            raise
+        where = ", ".join(map(str, layout.index_dirs))
+        raise BkctlError(
+            f"Writing in {where} failed: {error.strerror or error}", hint="make room, then repeat the command"
+        ) from error
 
 
 def _layout(run: Run, directories: Sequence[Path] | None) -> BookieLayout:
@@ -318,7 +316,6 @@ def format_bookie(
     from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
     from bkctl.disk import Files
-    from bkctl.repair.holding import hold
 
     config = run.access.config()
     bookie_id = bookie_to_wipe(config)
@@ -329,24 +326,23 @@ def format_bookie(
     cluster = run.cluster if has_store else None
     if cluster is not None:
         check_not_registered(cluster, [bookie_id])
-    places = existing(roles_of(config))
-    with hold(places, note=run.out.note):
-        if run.dry_run:
-            run.out.render(rows, CONTENTS_COLUMNS)
-            return
-        loss = _loss(bookie_id, rows)
-        if yes_really is None and sys.stderr.isatty():
-            run.out.note(
-                *(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}" for row in rows)
-            )
-        run.consent.confirm_name(loss, bookie_id, yes_really)
-        if cluster is None:
-            run.consent.start_audit(begun=True)
-        with run.job.working(
-            f"Removing the files of bookie {bookie_id}",
-            left="without its cookies the bookie cannot start: run the command again to finish",
-        ):
-            wipe(config, Files())
+    run.hold(existing(roles_of(config)))
+    if run.dry_run:
+        run.out.render(rows, CONTENTS_COLUMNS)
+        return
+    loss = _loss(bookie_id, rows)
+    if yes_really is None and sys.stderr.isatty():
+        run.out.note(
+            *(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}" for row in rows)
+        )
+    run.consent.confirm_name(loss, bookie_id, yes_really)
+    if cluster is None:
+        run.consent.start_audit(begun=True)
+    with run.job.working(
+        f"Removing the files of bookie {bookie_id}",
+        left="without its cookies the bookie cannot start: run the command again to finish",
+    ):
+        wipe(config, Files())
     if cluster is not None and delete_cookie:
         stored = cluster.cookies.read(bookie_id)
         if stored is not None:
@@ -399,7 +395,6 @@ def init(
     from bkctl.bookie.cookies import bookie_id_of, configured_cookie, configured_directories
     from bkctl.bookie.format import existing, init, problems_of_init
     from bkctl.disk import Files
-    from bkctl.repair.holding import hold
 
     config = run.access.config()
     bookie_id = bookie_id_of(config)
@@ -409,7 +404,6 @@ def init(
         against = f"against creating bookie {bookie_id}"
         run.out.finish_with(len(problems), f"reason {against}", f"reasons {against}")
         return
-    places = existing(configured_directories(config))
-    with hold(places, note=run.out.note), run.consent.undo(run.cluster, run.undo) as kept:
-        init(config, bookie_id, run.cluster, Files(), kept)
+    run.hold(existing(configured_directories(config)))
+    init(config, bookie_id, run.cluster, Files(), run.undo_file)
     run.out.show(configured_cookie(config, bookie_id, run.cluster.instance_id()), NEW_BOOKIE_COLUMNS)

@@ -20,10 +20,10 @@ from ..kit.audit import shown_uri
 from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
-from ..kit.options import WatchOption, combined, count_option, duration_option, flag, option, word
+from ..kit.options import WatchOption, count_option, duration_option, flag, pairs_option, word
 from ..kit.texts import GREEN, RED, YELLOW, plain_lines
 from ..kit.values import refuse_both
-from .server import BookieServerOption, Patience, Server, ServerChoice, WaitDeadline, registered_bookie, server
+from .server import BookieServerOption, Patience, Server, ServerChoice, WaitDeadline, server
 
 if TYPE_CHECKING:
     from bkctl.client.trials import RoundTrip
@@ -130,27 +130,27 @@ def gc(
         raise UsageError("--major, --minor, --wait and --accept-scoped-deletes apply only to a forced round")
     if watch is not None and not status:
         raise UsageError("--watch requires --status", hint="add --status")
-    with server(run, which, changes=not status and not run.dry_run) as found:
-        if accept_scoped_deletes and not run.dry_run:
-            run.consent.confirm(
-                f"{found.name} would delete all that it has of every ledger of a scope that the metadata store does "
-                "not name, however many those are"
-            )
-        if status:
-            _show_collectors(run, found, watch)
-            return
-        if run.dry_run:
-            run.out.note_dry_run(f"{found.name} would {_gc_plan(major, minor, suspend, resume)}")
-        elif switches:
-            _switch_compactions(found, suspend, resume)
-        else:
-            before = _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
-        after = found.api.garbage_collection()
-        run.out.render(_collector_rows(after), _collector_columns(run))
-        if resume is not None and not run.dry_run:
-            _check_resumed(found, after, resume)
-        if forces and wait and not run.dry_run:
-            _check_round(found, before, after, "major" if major else "minor" if minor else None)
+    found = server(run, which, changes=not status and not run.dry_run)
+    if accept_scoped_deletes and not run.dry_run:
+        run.consent.confirm(
+            f"{found.name} would delete all that it has of every ledger of a scope that the metadata store does "
+            "not name, however many those are"
+        )
+    if status:
+        _show_collectors(run, found, watch)
+        return
+    if run.dry_run:
+        run.out.note_dry_run(f"{found.name} would {_gc_plan(major, minor, suspend, resume)}")
+    elif switches:
+        _switch_compactions(found, suspend, resume)
+    else:
+        before = _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
+    after = found.api.garbage_collection()
+    run.out.render(_collector_rows(after), _collector_columns(run))
+    if resume is not None and not run.dry_run:
+        _check_resumed(found, after, resume)
+    if forces and wait and not run.dry_run:
+        _check_round(found, before, after, "major" if major else "minor" if minor else None)
 
 
 def _check_resumed(found: Server, after: GarbageCollection, resume: Compactions) -> None:
@@ -273,26 +273,24 @@ def compact_locations(
     """
     if status and (wait or databases):
         raise UsageError("--status shows all databases, and changes nothing", hint="drop the other arguments")
-    with server(run, which, changes=not status and not run.dry_run) as found:
-        known = found.api.location_compactions()
-        if not known:
-            raise Unsupported(
-                f"{found.name} has no databases of entry locations", hint="only DbLedgerStorage keeps them in RocksDB"
-            )
-        unknown = [path for path in databases or () if path not in known]
-        if unknown:
-            raise NotFound(f"{found.name} has no database {unknown[0]}", hint=f"it has {', '.join(known)}")
-        chosen = databases or list(known)
-        if run.dry_run:
-            run.out.note_dry_run(f"{found.name} would compact {', '.join(chosen)}")
-        elif not status:
-            run.out.detail(found.api.compact_locations(databases or ()))
-            known = found.api.location_compactions()
-            if wait:
-                known = _wait_for_locations(run, found, chosen, deadline)
-        run.out.render(
-            (PlainRow(path=path, compacting=known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS
+    found = server(run, which, changes=not status and not run.dry_run)
+    known = found.api.location_compactions()
+    if not known:
+        raise Unsupported(
+            f"{found.name} has no databases of entry locations", hint="only DbLedgerStorage keeps them in RocksDB"
         )
+    unknown = [path for path in databases or () if path not in known]
+    if unknown:
+        raise NotFound(f"{found.name} has no database {unknown[0]}", hint=f"it has {', '.join(known)}")
+    chosen = databases or list(known)
+    if run.dry_run:
+        run.out.note_dry_run(f"{found.name} would compact {', '.join(chosen)}")
+    elif not status:
+        run.out.detail(found.api.compact_locations(databases or ()))
+        known = found.api.location_compactions()
+        if wait:
+            known = _wait_for_locations(run, found, chosen, deadline)
+    run.out.render((PlainRow(path=path, compacting=known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS)
 
 
 def _wait_for_locations(run: Run, found: Server, chosen: list[str], deadline: float | None) -> dict[str, bool]:
@@ -364,7 +362,8 @@ def sanity(
 def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> PlainRow:
     if deadline is not None:
         run.access.timeout_s, run.access.connect_timeout_s = deadline, min(run.access.connect_timeout_s, deadline)
-    with server(run, which, changes=True) as found, run.job.working("The bookie tests itself"):
+    found = server(run, which, changes=True)
+    with run.job.working("The bookie tests itself"):
         try:
             answer = found.api.sanity()
         except TimedOut as error:
@@ -393,7 +392,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
 
     run.consent.start_audit(begun=False)
     with run.job.working("Writing and reading", total=count, unit="entries") as activity:
-        bookie = registered_bookie(run.cluster, bookie_id)
+        bookie = run.bookie(bookie_id)
         if bookie.state == "down":
             raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
         read_only = bookie.state == "ro"
@@ -407,23 +406,8 @@ SETTING_COLUMNS = Columns(
 HIDDEN: Final = "***"
 
 
-def _settings(texts: list[str] | None) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in texts or ():
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--set {text!r}: not NAME=VALUE")
-        if name in found:
-            raise UsageError(f"--set {name!r} is given twice")
-        found[name] = value
-    return found
-
-
 SettingsToSet = Annotated[
-    dict[str, str],
-    combined(
-        _settings, option("--set NAME=VALUE", "Change this setting in the bookie's memory; repeatable.", list[str])
-    ),
+    dict[str, str], pairs_option("--set NAME=VALUE", "Change this setting in the bookie's memory; repeatable.")
 ]
 
 
@@ -444,24 +428,22 @@ def config(
     $ bkctl bookie config 'gc*' --bookie-url http://127.0.0.1:8080
     """
     refuse_both("NAME", names, "--set", bool(changed), "--set prints the settings that it changed")
-    with server(run, which, changes=bool(changed) and not run.dry_run) as found:
+    found = server(run, which, changes=bool(changed) and not run.dry_run)
+    settings = found.api.config()
+    if changed and run.dry_run:
+        run.out.note_dry_run(f"{found.name} would set {', '.join(changed)}; now it has")
+    elif changed:
+        run.out.detail(found.api.set_config(changed))
         settings = found.api.config()
-        if changed and run.dry_run:
-            run.out.note_dry_run(f"{found.name} would set {', '.join(changed)}; now it has")
-        elif changed:
-            run.out.detail(found.api.set_config(changed))
-            settings = found.api.config()
-        shown = changed or sorted(name for name in settings if _is_asked_for(name, names))
-        values = {name: settings.get(name) for name in shown}
-        rows = ((name, value if show_secrets else _without_secret(name, value)) for name, value in values.items())
-        run.out.render(rows, SETTING_COLUMNS)
-        missing = [name for name in names or () if not any(_is_asked_for(each, [name]) for each in settings)]
-        if missing:
-            raise NotFound(
-                f"{found.name} shows no setting {missing[0]}", hint="Apache's bookies show only what was set"
-            )
-        if changed and not run.dry_run:
-            run.out.note(f"{found.name} loses this change when it stops, and reads most settings only when it starts")
+    shown = changed or sorted(name for name in settings if _is_asked_for(name, names))
+    values = {name: settings.get(name) for name in shown}
+    rows = ((name, value if show_secrets else _without_secret(name, value)) for name, value in values.items())
+    run.out.render(rows, SETTING_COLUMNS)
+    missing = [name for name in names or () if not any(_is_asked_for(each, [name]) for each in settings)]
+    if missing:
+        raise NotFound(f"{found.name} shows no setting {missing[0]}", hint="Apache's bookies show only what was set")
+    if changed and not run.dry_run:
+        run.out.note(f"{found.name} loses this change when it stops, and reads most settings only when it starts")
 
 
 def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
@@ -525,13 +507,13 @@ def metrics(
     """
     if raw and (match is not None or watch is not None):
         raise UsageError("--raw prints all metrics, once", hint="drop --match and --watch")
-    with server(run, which) as found:
-        if raw:
-            text = found.api.metrics()
-            run.out.text(plain_lines(text) if sys.stdout.isatty() else text)
-            return
+    found = server(run, which)
+    if raw:
+        text = found.api.metrics()
+        run.out.text(plain_lines(text) if sys.stdout.isatty() else text)
+        return
 
-        run.out.watch(watch, partial(_metrics, found, match), METRIC_COLUMNS)
+    run.out.watch(watch, partial(_metrics, found, match), METRIC_COLUMNS)
 
 
 def _metrics(found: Server, match: str | None) -> list[Metric]:

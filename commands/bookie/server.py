@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -19,7 +19,7 @@ from ..kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -70,24 +70,20 @@ class Server(NamedTuple):
         return f"Bookie {self.bookie_id}" if self.bookie_id else f"The bookie at {self.url}"
 
 
-@contextmanager
-def server(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[Server]:
-    """Yield the HTTP server that the options name: --bookie-url, else that of --bookie, else that of --conf.
+def server(run: Run, which: ServerChoice, *, changes: bool = False) -> Server:
+    """Return the HTTP server that the options name: --bookie-url, else that of --bookie, else that of --conf.
 
     `changes`: the audit log records the command. Raises UsageError if no option names a server.
     """
-    with finder(run, which, changes=changes) as find:
-        yield find()
+    return finder(run, which, changes=changes)()
 
 
-@contextmanager
-def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[Callable[[], Server]]:
-    """Yield a function that returns the server that the bookie has registered at the time of the call.
+def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Callable[[], Server]:
+    """Return a function that returns the server that the bookie has registered at the time of the call.
 
     A call raises BookieUnavailable while the bookie is not registered.
     """
     from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
 
     url = which.url
     if url is None and which.bookie_id is None:
@@ -96,28 +92,11 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
         run.consent.start_audit(begun=url is not None)
     if url is not None:
         only = Server(BookieApi(run.access.http_client(url), which.bookie_id), which.bookie_id, None)
-        yield lambda: only
-        return
+        return lambda: only
     bookie_id = which.bookie_id
     assert bookie_id is not None
-    found: dict[str, Server] = {}
     cluster = run.cluster
-
-    def find() -> Server:
-        there = bookie_url(registered_bookie(cluster, bookie_id), run.access.bookie_host(bookie_id))
-        if there not in found:
-            found[there] = Server(BookieApi(run.access.http_client(there, is_registered=True)), bookie_id, cluster)
-        return found[there]
-
-    yield find
-
-
-def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
-    """Return the bookie as the cluster knows it. Raises NotFound."""
-    bookie = cluster.bookies.get(bookie_id)
-    if bookie is None:
-        raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
-    return bookie
+    return lambda: Server(run.access.bookie_api(run.bookie(bookie_id)), bookie_id, cluster)
 
 
 def _url_of_conf(run: Run) -> str:
@@ -214,14 +193,12 @@ def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
 
     $ bkctl bookie state --bookie-url http://127.0.0.1:8080
     """
-    with server(run, which) as found:
-        with suppress(NotFound, Unsupported):  # an old bookie of Apache's has no such path
-            readiness = found.api.readiness()
-            if not readiness.ready:
-                run.out.warn(f"{found.name} is not ready: {readiness.message}")
-        run.out.watch(
-            watch, lambda: iter([PlainRow(server=found, answer=found.api.state())]), STATE_COLUMNS, single=True
-        )
+    found = server(run, which)
+    with suppress(NotFound, Unsupported):  # an old bookie of Apache's has no such path
+        readiness = found.api.readiness()
+        if not readiness.ready:
+            run.out.warn(f"{found.name} is not ready: {readiness.message}")
+    run.out.watch(watch, lambda: iter([PlainRow(server=found, answer=found.api.state())]), STATE_COLUMNS, single=True)
 
 
 READY_COLUMNS = Columns(
@@ -246,13 +223,13 @@ def ready(
 
     $ bkctl bookie ready --bookie-url http://127.0.0.1:8080 --wait --deadline 60s
     """
-    with finder(run, which) as find:
-        with run.job.working("Waiting for the bookie", enabled=wait):
-            patience = Patience(f"Bookie {which.bookie_id or which.url or run.access.conf} is not ready", deadline)
-            answer = _readiness(find, patience, wait=wait)
-        run.out.show(answer, READY_COLUMNS)
-        if not answer.answer.ready:
-            raise FindingsError(f"{answer.server.name} is not ready: {answer.answer.message}")
+    find = finder(run, which)
+    with run.job.working("Waiting for the bookie", enabled=wait):
+        patience = Patience(f"Bookie {which.bookie_id or which.url or run.access.conf} is not ready", deadline)
+        answer = _readiness(find, patience, wait=wait)
+    run.out.show(answer, READY_COLUMNS)
+    if not answer.answer.ready:
+        raise FindingsError(f"{answer.server.name} is not ready: {answer.answer.message}")
 
 
 def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) -> PlainRow:
@@ -292,13 +269,13 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
 
     $ bkctl bookie info --bookie-url http://127.0.0.1:8080
     """
-    with server(run, which) as found:
-        run.out.watch(
-            watch,
-            lambda: [PlainRow(server=found, answer=found.api.state(), space=found.api.space())],
-            INFO_COLUMNS,
-            single=True,
-        )
+    found = server(run, which)
+    run.out.watch(
+        watch,
+        lambda: [PlainRow(server=found, answer=found.api.state(), space=found.api.space())],
+        INFO_COLUMNS,
+        single=True,
+    )
 
 
 Switch = StrEnum("Switch", "ON OFF")
@@ -324,24 +301,24 @@ def readonly(
     $ bkctl bookie readonly --bookie-url http://127.0.0.1:8080
     $ bkctl bookie readonly on --bookie-url http://127.0.0.1:8080 --dry-run
     """
-    with server(run, which, changes=wanted is not None and not run.dry_run) as found:
-        before = found.api.read_only()
-        if wanted is None:
-            run.out.show(PlainRow(server=found, answer=before), READ_ONLY_COLUMNS)
-            return
-        on = wanted is Switch.ON
-        if before is on:
-            run.out.note(f"{found.name} is {'read-only' if on else 'writable'} already")
-        elif run.dry_run:
-            run.out.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
-        after = before if run.dry_run else found.api.set_read_only(on)
-        run.out.show(PlainRow(server=found, answer=after), READ_ONLY_COLUMNS)
-        if run.dry_run:
-            return
-        if after is not on:
-            raise BkctlError(f"{found.name} is still {'read-only' if after else 'writable'}")
-        if before is not on:
-            run.out.note(_meaning(found, on))
+    found = server(run, which, changes=wanted is not None and not run.dry_run)
+    before = found.api.read_only()
+    if wanted is None:
+        run.out.show(PlainRow(server=found, answer=before), READ_ONLY_COLUMNS)
+        return
+    on = wanted is Switch.ON
+    if before is on:
+        run.out.note(f"{found.name} is {'read-only' if on else 'writable'} already")
+    elif run.dry_run:
+        run.out.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
+    after = before if run.dry_run else found.api.set_read_only(on)
+    run.out.show(PlainRow(server=found, answer=after), READ_ONLY_COLUMNS)
+    if run.dry_run:
+        return
+    if after is not on:
+        raise BkctlError(f"{found.name} is still {'read-only' if after else 'writable'}")
+    if before is not on:
+        run.out.note(_meaning(found, on))
 
 
 def _meaning(found: Server, on: bool) -> str:

@@ -327,7 +327,7 @@ def _recover(
             skipped.add(move.ledger)
 
     async def work() -> None:
-        async with _within(deadline_s, "The recovery"), run.access.bookkeeper(recorded) as bookkeeper:
+        async with _within(deadline_s, "The recovery"), run.access.bookkeeper(run.recorded) as bookkeeper:
             mover = BookieMover(bookkeeper, names, plan, pace=pace, skip_open=skip_open, note=run.out.note)
             await _take_moves(activity, mover.progress, mover.move(plan.ledgers, resume=done), take)
             progress = mover.progress
@@ -345,7 +345,6 @@ def _recover(
     file = nullcontext() if resume is None else ResumeFile(resume, instance_id=instance_id, bookies=names)
     with (
         file as done,
-        run.recorded() as recorded,
         run.job.working(
             "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=pace,
             left="moved ledgers stay moved: run the command again to continue",
@@ -534,12 +533,8 @@ def _depart(
             stays = run.job.ask(run.access.bookkeeper(run.cluster), look) or run.dry_run
         if not stays:
             run.consent.confirm(texts.question(plan))
-            finding_count = 0
-            total = len(plan.ledgers) or None
-            with (
-                run.recorded() as recorded,
-                run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
-            ):
+            finding_count, recorded, total = 0, run.recorded, len(plan.ledgers) or None
+            with run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity:
                 if create is Drain:
                     left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
                     with run.job.working(f"Making {bookie} read-only", left=left):
@@ -616,13 +611,9 @@ def _to_go_back(bookie: str) -> str:
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
     """Make the bookie read-only over its HTTP server."""
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
-
-    name = bookie.bookie_id
-    url = bookie_url(bookie, run.access.bookie_host(name))
-    if not BookieApi(run.access.http_client(url, is_registered=True)).set_read_only(True):
-        raise Conflict(f"Bookie {name} is still writable", hint="start it again with forceReadOnlyBookie=true")
+    if not run.access.bookie_api(bookie).set_read_only(True):
+        hint = "start it again with forceReadOnlyBookie=true"
+        raise Conflict(f"Bookie {bookie.bookie_id} is still writable", hint=hint)
 
 
 RISK_COLUMNS = Columns(

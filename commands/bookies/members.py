@@ -20,7 +20,7 @@ from ..kit.values import percentage
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
     from bkctl.client.placement import Placement
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.metadata.racks import BookieRack
 
 app = group()
@@ -126,9 +126,9 @@ def set_racks(
 
     names = bookie_ids(bookies)
     registered = {bookie.bookie_id for bookie in run.cluster.bookies.list()}
-    with run.recorded() as recorded:
-        before = BookieRacks(recorded).all()
-        rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=run.dry_run)
+    racks = BookieRacks(run.recorded)
+    before = racks.all()
+    rows = racks.set(names, rack, group=bookie_group, hostname=hostname, dry_run=run.dry_run)
     run.out.note(*(f"Bookie {row.bookie_id} is in rack {row.rack} already" for row in rows if row in before))
     run.out.warn(
         *(f"bookie {name} has neither a registration nor a cookie" for name in names if name not in registered)
@@ -147,8 +147,7 @@ def unset_racks(run: Run, bookies: ManyBookies) -> None:
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with run.recorded() as recorded:
-        rows = BookieRacks(recorded).unset(names, dry_run=run.dry_run)
+    rows = BookieRacks(run.recorded).unset(names, dry_run=run.dry_run)
     run.out.render(rows, CHANGE_COLUMNS, findings=True)
     run.out.note(*(f"Bookie {name} has no rack" for name in names if all(row.bookie_id != name for row in rows)))
     if rows and not run.dry_run:
@@ -266,14 +265,11 @@ def _endpoint_line(endpoint: dict[str, Any]) -> str:
     return f"{endpoint['id']}: {_url(endpoint)}" + (f" ({', '.join(more)})" if more else "")
 
 
-def _show_row(cluster: Cluster, bookie_id: str) -> PlainRow:
+def _show_row(run: Run, bookie_id: str) -> PlainRow:
     """Return all that the metadata store knows of a bookie, but for its ledgers. Raises NotFound, Unreachable."""
     from bkctl.metadata.store import attempt
 
-    bookie = cluster.bookies.get(bookie_id)
-    if bookie is None:
-        raise NotFound(f"No bookie {bookie_id} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
-    found = attempt(cluster.cookies.read, bookie_id)
+    bookie, found = run.bookie(bookie_id), attempt(run.cluster.cookies.read, bookie_id)
     error = str(found) if isinstance(found, BkctlError) else None
     cookie = None if found is None or isinstance(found, BkctlError) else found.value
     return PlainRow(bookie=bookie, cookie=cookie, cookie_error=error, ledgers=None)
@@ -295,16 +291,16 @@ def show(
     single = len(bookies) == 1
     with run.job.working("Counting ledgers", enabled=ledgers and watch is None):
         columns = SHOW_COLUMNS if single else run.out.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
-        look = partial(_shown, run.cluster, bookies, counts=ledgers)
+        look = partial(_shown, run, bookies, counts=ledgers)
         run.out.watch(watch, look, columns, subscribe=run.cluster.bookies.watch, single=single)
 
 
-def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[PlainRow]:
+def _shown(run: Run, bookies: list[str], *, counts: bool) -> list[PlainRow]:
     """Return the row of each bookie, with the numbers of its ledgers if `counts`."""
     from bkctl.metadata.admin.overview import ledgers_of_bookies
 
-    rows = [_show_row(cluster, bookie_id) for bookie_id in bookies]
-    ledgers = ledgers_of_bookies(cluster, bookies) if counts else {}
+    rows = [_show_row(run, bookie_id) for bookie_id in bookies]
+    ledgers = ledgers_of_bookies(run.cluster, bookies) if counts else {}
     for row in rows:
         row.ledgers = ledgers.get(row.bookie.bookie_id)
     return rows

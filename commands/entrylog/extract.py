@@ -124,9 +124,9 @@ def extract(
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
     paths = find_logs(run, names, directories)
     last = _last_entry_id(run, ledger) if entries.last is None else entries.last
+    digests = run.digest_checker(digest_type, password, paths)
     with (
         run.job.working(f"Gathering ledger {ledger}"),
-        run.access.digest_checker(digest_type, password, paths) as digests,
         LedgerExtraction(
             paths, ledger, entries.first or 0, last, all_copies=all_copies, trust_maps=not scan, digests=digests
         ) as extraction,

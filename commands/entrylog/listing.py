@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -92,20 +92,14 @@ def ratio_text(value: float) -> str:
     return f"{value:.1%}"
 
 
-def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
-    """Return the logs that the arguments name, each once."""
+def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None, *, every: bool = False) -> list[Path]:
+    """Return the logs that the arguments name, each once; all without a name, or with `every`."""
+    refuse_both("--all", every, "LOG", names)
     given = run.access.directories(directories, needed=not names)
-    if not names:
-        return [file.path for file in given.entry_logs()]
     return named_files(given, names, methodcaller("entry_logs"), given.resolve_entry_log)
 
 
 AllOption = Annotated[bool, flag("--all", "Read all logs of --dir or --conf, as without LOG.")]
-
-
-def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | None, every: bool) -> list[Path]:
-    refuse_both("--all", every, "LOG", names)
-    return find_logs(run, names, directories)
 
 
 @contextmanager
@@ -318,11 +312,8 @@ def verify(
     logs = find_logs(run, names, directories)
     index_dirs = run.access.directories(directories, needed=False).index_dirs
     checked = CheckedFiles(run.out, attrgetter("entry_count"))
-    digests = nullcontext() if no_digests else run.access.digest_checker(digest.digest_type, password, logs)
-    with (
-        digests as checker,
-        run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
-    ):
+    checker = None if no_digests else run.digest_checker(digest.digest_type, password, logs)
+    with run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity:
         checks = tap(check_entry_logs(logs, checker, index_dirs=index_dirs, pace=pace), lambda _: activity.advance())
         checked.render(_saying_more(run, checks), CHECK_COLUMNS)
     checked.note_sound("entry log is", "entry logs are", "entry")
@@ -381,7 +372,7 @@ def active(
     """
     from bkctl.checks.garbage import log_uses
 
-    paths = find_all_logs(run, names, directories, every)
+    paths = find_logs(run, names, directories, every=every)
     wanted = set(states or LedgerLiveness)
     with open_liveness(run, paths) as liveness, run.job.working("Reading entry logs"):
         rows = (
@@ -471,7 +462,7 @@ def garbage(
     from bkctl.checks.garbage import log_uses
 
     order = log_order(run, sort)
-    paths = find_all_logs(run, names, directories, every)
+    paths = find_logs(run, names, directories, every=every)
     limits = thresholds_of(run, thresholds)
     sums = Counter[str]()
     rows: Iterable[PlainRow]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
@@ -22,14 +22,14 @@ from .settings import GlobalOptions, Session
 if TYPE_CHECKING:
     import ssl
 
-    from bkctl.checks.digests import DigestChecker
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig, ClientConfig
     from bkctl.files.directories import BookieDirectories
-    from bkctl.formats.entry import DigestType
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.bookie_load import BookieVitals
     from bkctl.http.bundle import RecordedCluster
     from bkctl.http.client import ApiClient
-    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.metadata.store import StoreSecurity
     from bkctl.protocol.messages import Protocol
 
@@ -191,7 +191,7 @@ class Access:
         #: The connection that the run has used so far.
         self.opened: Connection | None = None
         #: By URL: one that is asked again and again warns once.
-        self._metrics_clients: dict[str, ApiClient] = {}
+        self._bookie_apis: dict[str, BookieApi] = {}
 
     def connection(self) -> Connection:
         """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
@@ -324,10 +324,6 @@ class Access:
         """Return the addresses in --bookie-address: bookie id → host and port."""
         return parse_bookie_addresses(self.connection_settings().bookie_addresses)
 
-    def bookie_host(self, bookie_id: str) -> str | None:
-        """Return the host of a bookie in --bookie-address, None without one."""
-        return self.bookie_addresses().get(bookie_id, (None, 0))[0]
-
     def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
         """Return a client of the HTTP server at `url`, with timeout and TLS of the options and BKCTL_API_TOKEN.
 
@@ -365,12 +361,28 @@ class Access:
         """The time in which a bookie's HTTP server has to answer, where all are asked."""
         return min(self.timeout_s, METRICS_WAIT_S)
 
-    def metrics_client(self, url: str) -> ApiClient:
-        """Return a client of a registered bookie's HTTP server, which has `metrics_wait_s` to answer."""
-        if url not in self._metrics_clients:
-            client = self._metrics_clients[url] = self.http_client(url, is_registered=True)
-            client.timeout_s = self.metrics_wait_s
-        return self._metrics_clients[url]
+    def bookie_api(self, bookie: RegisteredBookie, *, timeout_s: float | None = None) -> BookieApi:
+        """Return the HTTP server that a bookie registered, at its host in --bookie-address if that has one."""
+        from bkctl.http.bookie_client import BookieApi
+        from bkctl.http.server_url import bookie_url
+
+        host, _ = self.bookie_addresses().get(bookie.bookie_id, (None, 0))
+        url = bookie_url(bookie, host)
+        if url not in self._bookie_apis:
+            client = self.http_client(url, is_registered=True)
+            client.timeout_s = client.timeout_s if timeout_s is None else timeout_s
+            self._bookie_apis[url] = BookieApi(client)
+        return self._bookie_apis[url]
+
+    def metrics_api(self, bookie: RegisteredBookie) -> BookieApi:
+        """Return a bookie's HTTP server, which has `metrics_wait_s` to answer."""
+        return self.bookie_api(bookie, timeout_s=self.metrics_wait_s)
+
+    def vitals(self, bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
+        """Return what the HTTP servers of bookies say of their health."""
+        from bkctl.http.bookie_load import cluster_vitals
+
+        return cluster_vitals(bookies, self.metrics_api, wait_s=self.metrics_wait_s)
 
     def config(self) -> BookieConfig:
         """Return the bookie's settings in `--conf`. Raises UsageError without one."""
@@ -401,23 +413,3 @@ class Access:
                 "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
             )
         return BookieDirectories()
-
-    @contextmanager
-    def digest_checker(
-        self, digest_type: DigestType | None, password: bytes, files: Iterable[Path]
-    ) -> Iterator[DigestChecker]:
-        """Checks the entries in `files` against their digests; what is not given comes from a metadata store, if the
-        command names one."""
-        from bkctl.checks.digests import DigestChecker
-
-        if digest_type is not None or not self.names_metadata:
-            yield DigestChecker(digest_type, password=password or None)
-            return
-        from bkctl.metadata.liveness import StoredDigests
-
-        with self.cluster() as cluster:
-            stored = StoredDigests(cluster, files)
-            yield DigestChecker(
-                digest_of=stored.digest_of, password=password or None,
-                password_of=None if password else stored.password_of,
-            )  # fmt: skip

@@ -1,7 +1,4 @@
-"""Columns and rows as the user chooses them, columns that commands share, and the documents of `-o json`.
-
-A schema in `docs/schemas/` describes the document of one command; `$defs/row` in it a line of `-o ndjson`.
-"""
+"""Columns and rows as the user chooses them, columns that commands share, and the documents of `-o json`."""
 
 from __future__ import annotations
 
@@ -177,34 +174,6 @@ def union(*variants: Columns) -> Columns:
     return Columns(*found.values(), key=variants[0].key)
 
 
-_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-_ERROR_FIELDS: Final = {
-    "code": {"type": "string", "description": "The kind of error: ledgerNotFound, usage, ENOENT"},
-    "exitCode": {"type": "integer"},
-    "message": {"type": "string", "description": "What failed, on what, and why"},
-    "hint": {"type": ["string", "null"], "description": "What to do"},
-}
-
-
-def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-#: An error on stderr with `-o json`.
-ERROR_SCHEMA: Final[dict[str, Any]] = {
-    "$schema": _DIALECT,
-    "title": "An error, as one line on stderr with -o json",
-    **_object({"error": _object(_ERROR_FIELDS, [*_ERROR_FIELDS])}, ["error"]),
-}
-
-
-def row_schema(columns: Columns) -> dict[str, Any]:
-    """Return the schema of one row. A row of `--watch -o ndjson` that went has `removed`."""
-    fields = [(column, *field) for column in columns.columns for field in column.properties()]
-    properties = {name: shape for _, name, shape in fields} | {"removed": {"const": True}}
-    return _object(properties, [name for column, name, _ in fields if not column.optional])
-
-
 class Declaration(NamedTuple):
     """The facts about a command that its help, schema, audit and `--columns` share."""
 
@@ -220,19 +189,3 @@ class Declaration(NamedTuple):
         """
         applied = (applied_column(is_applied=True),) if self.has_dry_run else ()
         return [document.columns(output).and_also(*applied) for document in self.prints]
-
-    def schema(self, name: str) -> dict[str, Any]:
-        """Return the schema of what the command `name` prints with `-o json`."""
-        shapes = [row_schema(columns) for columns in self.forms(Output.JSON)]
-        rows = [row for at, row in enumerate(shapes) if row not in shapes[:at]]
-        pointers: list[dict[str, Any]] = []
-        for document, row in zip(self.prints, shapes, strict=True):
-            pointer = {"$ref": f"#/$defs/row{rows.index(row) + 1}"}
-            pointers.append({"type": "array", "items": pointer} if document.is_list else pointer)
-        definitions = {f"row{number}": row for number, row in enumerate(rows, 1)}
-        return {
-            "$schema": _DIALECT,
-            "title": f"bkctl {name} -o json",
-            **(pointers[0] if len(pointers) == 1 else {"anyOf": pointers}),
-            "$defs": {"row": {"anyOf": [{"$ref": f"#/$defs/{each}"} for each in definitions]}, **definitions},
-        }

@@ -12,14 +12,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, TypeVar
 
 import typer
 
-from bkctl.errors import BkctlError, FindingsError
+from bkctl.errors import BkctlError, FindingsError, NotFound
 
 from . import interrupts
 from .access import Access, Levels
@@ -33,8 +33,11 @@ from .printer import Printer
 from .settings import GlobalOptions, Session, global_parameters, read_environment, read_options
 
 if TYPE_CHECKING:
+    from bkctl.checks.digests import DigestChecker
+    from bkctl.formats.entry import DigestType
     from bkctl.http.bundle import RecordedCluster
-    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.admin.undo import UndoFile
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 #: Names that modules of commands import from here.
 __all__ = [
@@ -78,15 +81,54 @@ class Run:
         """The cluster that the options name, opened when it is first used."""
         return self.opened.enter_context(self.access.cluster())
 
+    def bookie(self, bookie_id: str) -> RegisteredBookie:
+        """Return a bookie as the cluster knows it. Raises NotFound."""
+        bookie = self.cluster.bookies.get(bookie_id)
+        if bookie is None:
+            where = self.cluster.store.name
+            raise NotFound(f"No bookie {bookie_id} in {where}", hint="'bkctl bookies list' shows them")
+        return bookie
+
     @property
     def bundled(self) -> RecordedCluster | None:
         """The bundle in the cluster's place; None for a cluster."""
         _ = self.cluster  # opening it reads the bundle
         return self.access.recorded
 
-    def recorded(self) -> AbstractContextManager[Cluster]:
-        """Return the cluster for work whose changes of nodes all go to the undo file; see `Consent.undo`."""
-        return self.consent.recorded(self.cluster, self.undo)
+    def record(self, cluster: Cluster, *, elsewhere: bool = False) -> UndoFile:
+        """Return the undo file of the changes of `cluster`, complete when the command ends; see `Consent.undo`."""
+        return self.opened.enter_context(self.consent.undo(cluster, self.undo, elsewhere=elsewhere))
+
+    @cached_property
+    def undo_file(self) -> UndoFile:
+        """The undo file of the changes of the cluster."""
+        return self.record(self.cluster)
+
+    @cached_property
+    def recorded(self) -> Cluster:
+        """The cluster, for work whose changes of nodes all go to the undo file."""
+        return self.undo_file.recorded()
+
+    def digest_checker(self, digest_type: DigestType | None, password: bytes, files: Iterable[Path]) -> DigestChecker:
+        """Return a checker of the entries in `files` against their digests.
+
+        What is not given comes from a metadata store, if the command names one.
+        """
+        from bkctl.checks.digests import DigestChecker
+
+        if digest_type is not None or not self.access.names_metadata:
+            return DigestChecker(digest_type, password=password or None)
+        from bkctl.metadata.liveness import StoredDigests
+
+        stored = StoredDigests(self.cluster, files)
+        find_password = None if password else stored.password_of
+        return DigestChecker(digest_of=stored.digest_of, password=password or None, password_of=find_password)
+
+    def hold(self, directories: Iterable[Path]) -> None:
+        """Hold a bookie's directories for this process until the command ends. Raises Conflict while a bookie runs."""
+        from bkctl.repair.holding import hold
+
+        self.opened.enter_context(hold(directories, note=self.out.note))
 
 
 def group(

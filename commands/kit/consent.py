@@ -112,12 +112,6 @@ class Consent:
                 there = f" -u '{cluster.uri}'" if elsewhere else ""
                 self._out.note(f"Undo it with: bkctl metadata undo {path}{there}")
 
-    @contextmanager
-    def recorded(self, cluster: Cluster, file: Path | None, *, elsewhere: bool = False) -> Iterator[Cluster]:
-        """Yield `cluster` for work whose changes of nodes all go to the undo file; see `undo`."""
-        with self.undo(cluster, file, elsewhere=elsewhere) as undo:
-            yield undo.recorded()
-
     @property
     def undo_directory(self) -> Path:
         """The directory of undo files that no --undo names."""

@@ -242,41 +242,28 @@ DigestToCheck = Annotated[
 ]  # fmt: skip
 
 
-def _keys_and_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
-    found: dict[str, bytes | None] = {}
-    for text in texts or ():
-        key, equals, value = text.partition("=")
-        if not key:
-            raise UsageError(f"--custom-metadata {text!r}: names no key")
-        if key in found:
-            raise UsageError(f"--custom-metadata {key!r} is given twice")
-        found[key] = os.fsencode(value) if equals else None
-    return found
+def pairs_option(text: str, help: str, read: Callable[[str], Any] = str) -> Composite:
+    """Return a repeatable option such as `--set NAME=VALUE` as a dict; `NAME[=VALUE]`: None for a name alone."""
+    flag, form = text.split()
 
+    def pairs(texts: Sequence[str] | None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for given in texts or ():
+            name, equals, value = given.partition("=")
+            if not name or not (equals or "[" in form):
+                raise UsageError(f"{flag} {given!r}: not {form}")
+            if name in found:
+                raise UsageError(f"{flag} {name!r} is given twice")
+            found[name] = read(value) if equals else None
+        return found
 
-def _key_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
-    found = _keys_and_values(texts)
-    if without := [key for key, value in found.items() if value is None]:
-        raise UsageError(f"--custom-metadata {without[0]!r}: not KEY=VALUE")
-    return found
+    return combined(pairs, option(text, help, list[str]))
 
 
 CustomMetadata = Annotated[
     dict[str, bytes],
-    combined(
-        _key_values, option("--custom-metadata KEY=VALUE", "Custom metadata of the ledger; repeatable.", list[str])
-    ),
+    pairs_option("--custom-metadata KEY=VALUE", "Custom metadata of the ledger; repeatable.", os.fsencode),
 ]
-
-#: `--custom-metadata KEY[=VALUE]` of a filter, repeatable: the value is None where the key alone is given.
-CUSTOM_METADATA_FILTER: Final = combined(
-    _keys_and_values,
-    option(
-        "--custom-metadata KEY[=VALUE]",
-        "List only ledgers with this custom metadata, or with this key; repeatable.",
-        list[str],
-    ),
-)
 
 
 class LedgerShape(NamedTuple):

@@ -299,13 +299,18 @@ def records_in(
 
 def named_files(
     given: BookieDirectories,
-    names: Iterable[str],
+    names: Iterable[str] | None,
     files: Callable[[BookieDirectories], Iterable[BookieFile]],
     resolve: Callable[[str], Path],
 ) -> list[Path]:
-    """Return the files that arguments name, each once: `files` in a directory, or the file that `resolve` finds."""
+    """Return the files that arguments name, each once: `files` in a directory, or the file that `resolve` finds.
+
+    Without arguments, these are all `files` in the given directories.
+    """
     from bkctl.files.directories import BookieDirectories
 
+    if not names:
+        return [each.path for each in files(given)]
     found: list[Path] = []
     for name in names:
         is_dir = name and Path(name).is_dir()

@@ -100,12 +100,14 @@ def delete(
             if backup is not None:
                 _export(run, plan.ledgers, backup)
             total, left = len(plan.ledgers), "deleted ledgers stay deleted: run the command again for the rest"
-            with (
-                run.recorded() as recorded,
-                run.job.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
-            ):
+            with run.job.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity:
                 removed = remove_ledgers(
-                    recorded, plan.ledgers, states=states, keep_missing=ignore_missing, keep_going=keep_going, pace=pace
+                    run.recorded,
+                    plan.ledgers,
+                    states=states,
+                    keep_missing=ignore_missing,
+                    keep_going=keep_going,
+                    pace=pace,
                 )
                 writer.rows(tap(tap(removed, lambda _: activity.advance()), report))
     run.out.finish_with(len(errors), "ledger was not deleted", "ledgers were not deleted")
@@ -207,12 +209,11 @@ def recover(
     if opened:
         run.consent.confirm(_question(opened, losses))
     with (
-        run.recorded() as recorded,
         run.job.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
         run.out.rows(list_columns(run)) as writer,
     ):
         recovered = partial(recover_ledgers, ledgers=ledgers, losses=losses)
-        run.job.take_each(run.access.bookkeeper(recorded), recovered, lambda row: writer.row(ledger_row(*row)))
+        run.job.take_each(run.access.bookkeeper(run.recorded), recovered, lambda row: writer.row(ledger_row(*row)))
     if closed_count := len(plans) - len(opened):
         run.out.note(f"{counted(closed_count, 'ledger was', 'ledgers were')} closed already: unchanged")
     run.out.note(*(f"Given up: {_recovery_loss_text(*each)}" for each in losses.items()))
@@ -393,7 +394,7 @@ def copy(
             )
         if to_ledger_id < 0:
             raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
-    source = run.opened.enter_context(run.recorded()) if recover else run.cluster
+    source = run.recorded if recover else run.cluster
     target = source if to is None else run.opened.enter_context(run.access.open_other_cluster(to, login=login))
     left = "printed copies stay: run the command again for the other ledgers"
     with (

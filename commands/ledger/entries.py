@@ -6,11 +6,10 @@ import os
 import re
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 from bkctl.columns import Column, Columns, Constant, Kind, base64_text
 from bkctl.errors import UsageError
@@ -118,24 +117,6 @@ def entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> 
     return Columns(*columns, key="entryId")
 
 
-def _entry_form(
-    run: Run, ledger: LedgerId, format: BinaryFormat | None, template: str | None, delimiter: str | None
-) -> EntryBytes | None:
-    """Return the bytes to write for each entry, as a function of it; None: rows are printed. Raises UsageError."""
-    if template is None and format is not BinaryFormat.RAW:
-        if delimiter is not None:
-            raise UsageError("--delimiter applies to --format raw", hint="add --format raw")
-        return None
-    name = "--format raw" if template is None else "--template"
-    if run.out.given_output is not Output.TABLE or run.out.selection != ALL:
-        raise UsageError(f"{name} prints entries and nothing else", hint="leave -o, --columns and --sort out")
-    if template is None:
-        return raw_form(delimiter)
-    if format is not None or delimiter is not None:
-        raise UsageError("--template excludes --format and --delimiter", hint="%x is hex, %b base64, \\n a line end")
-    return template_form(template, ledger)
-
-
 def _shown_columns() -> Columns:
     """Return the columns with and without --body."""
     return union(*(entry_columns(LedgerId(0, 0), body, None) for body in (False, True)))
@@ -154,39 +135,68 @@ def _print_entries(
     runs: Callable[[BookKeeper], AsyncGenerator[Sequence[Any]]],
     columns: Columns,
     *,
-    form: EntryBytes | None,
+    write: EntryBytes | None,
     live: bool = False,
 ) -> None:
-    """Print the entries that `runs` yields for a client: in `form`, or as rows; `live`: each at once."""
+    """Print the entries that `runs` yields for a client: as `write` does, or as rows; `live`: each at once."""
     run.out.end_with_stdout()  # What --recover changes is done: the reader ends the command again.
     bookkeeper = run.access.bookkeeper(cluster, protocol)
-    if form is not None:
-        run.job.take_each(bookkeeper, runs, partial(_write_raw, run, form, live))
+    if write is not None:
+        run.job.take_each(bookkeeper, runs, partial(_write_raw, run, write, live))
         return
     with run.out.rows(columns, live=live) as writer:
         run.job.take_each(bookkeeper, runs, writer.rows)
 
 
-def _write_raw(run: Run, form: EntryBytes, live: bool, entries: Sequence[Any]) -> None:
-    run.out.raw(b"".join(map(form, entries)))
+def _write_raw(run: Run, write: EntryBytes, live: bool, entries: Sequence[Any]) -> None:
+    run.out.raw(b"".join(map(write, entries)))
     if live:
         flush()
 
 
-TemplateOption = Annotated[str | None, flag("--template -f TEMPLATE", f"Print entries in this form: {FIELDS_HELP}.")]
-DelimiterOption = Annotated[
-    str | None, flag("--delimiter TEXT", "Write this after each payload of --format raw: '\\n', '\\0'.")
-]
-BodyOption = Annotated[bool, flag("--body", "Print the payloads, too.")]
 AsAdminOption = Annotated[
     bool, flag("--as-admin", "Read with the password in the metadata, as Apache's readledger does; in the audit log.")
 ]
-NoVerifyOption = Annotated[bool, flag("--no-verify", "Do not check the entries' digests.")]
+
+
+class EntryForm(NamedTuple):
+    """The entries that a command prints: their form, and whether their digests are checked."""
+
+    no_verify: Annotated[bool, flag("--no-verify", "Do not check the entries' digests.")] = False
+    body: Annotated[bool, flag("--body", "Print the payloads, too.")] = False
+    format: BinaryFormatOption = None
+    delimiter: Annotated[
+        str | None, flag("--delimiter TEXT", "Write this after each payload of --format raw: '\\n', '\\0'.")
+    ] = None
+    template: Annotated[str | None, flag("--template -f TEMPLATE", f"Print entries in this form: {FIELDS_HELP}.")] = (
+        None
+    )
+
+    def columns(self, ledger: LedgerId) -> Columns:
+        """Return the columns of the entries of a ledger."""
+        return entry_columns(ledger, self.body or self.format is not None, self.format)
+
+    def writer(self, run: Run, ledger: LedgerId) -> EntryBytes | None:
+        """Return the bytes to write for each entry, as a function of it; None: rows are printed. Raises UsageError."""
+        if self.template is None and self.format is not BinaryFormat.RAW:
+            if self.delimiter is not None:
+                raise UsageError("--delimiter applies to --format raw", hint="add --format raw")
+            return None
+        name = "--format raw" if self.template is None else "--template"
+        if run.out.given_output is not Output.TABLE or run.out.selection != ALL:
+            raise UsageError(f"{name} prints entries and nothing else", hint="leave -o, --columns and --sort out")
+        if self.template is None:
+            return raw_form(self.delimiter)
+        if self.format is not None or self.delimiter is not None:
+            hint = "%x is hex, %b base64, \\n a line end"
+            raise UsageError("--template excludes --format and --delimiter", hint=hint)
+        return template_form(self.template, ledger)
 
 
 @command(app, "read", changes=("recover", "as_admin"), undo=True, prints=rows_of(_shown_columns))
 def read(
     run: Run,
+    *,
     ledger: OneLedger,
     entries: Entries,
     limit: Annotated[int | None, count_option("--limit", "Read at most N entries.", "--count")],
@@ -195,11 +205,7 @@ def read(
     protocol: ProtocolOption,
     bookie: Annotated[str | None, flag("--bookie BOOKIE", "Read from this bookie only.")] = None,
     recover: Annotated[bool, flag("--recover", "Fence and close the ledger first.")] = False,
-    no_verify: NoVerifyOption = False,
-    body: BodyOption = False,
-    format: BinaryFormatOption = None,
-    delimiter: DelimiterOption = None,
-    template: TemplateOption = None,
+    form: EntryForm,
     as_admin: AsAdminOption = False,
 ) -> None:
     """Read the entries of a ledger, up to the last confirmed.
@@ -214,36 +220,30 @@ def read(
     """
     from bkctl.client.ledger_series import EntriesToRead, read_ledger
 
-    form = _entry_form(run, ledger, format, template, delimiter)
+    write = form.writer(run, ledger)
     secret = _secret(password, as_admin=as_admin)
     if last is not None and (entries.first is not None or limit is not None):
         raise UsageError("--last excludes --from and --limit")
     refuse_both("--to", entries.last, "--limit", limit)
     runs = partial(
         read_ledger, ledger=ledger, entries=EntriesToRead(entries.first, entries.last, limit, last), password=secret,
-        recovery=recover, bookie_id=bookie, verify=not no_verify, note=run.out.detail,
+        recovery=recover, bookie_id=bookie, verify=not form.no_verify, note=run.out.detail,
     )  # fmt: skip
-    with (
-        run.recorded() if recover else nullcontext(run.cluster) as recorded,
-        run.job.working(f"Reading ledger {ledger}"),
-    ):
-        columns = entry_columns(ledger, body or format is not None, format)
-        _print_entries(run, recorded, protocol, runs, columns, form=form)
+    cluster = run.recorded if recover else run.cluster
+    with run.job.working(f"Reading ledger {ledger}"):
+        _print_entries(run, cluster, protocol, runs, form.columns(ledger), write=write)
 
 
 @command(app, "tail", connects=True, changes="as_admin", prints=rows_of(_shown_columns))
 def tail_ledger(
     run: Run,
+    *,
     ledger: OneLedger,
     last: Annotated[int | None, count_option("--last", "Begin with the last N entries (default 10).")],
     password: LedgerPassword,
     protocol: ProtocolOption,
     start: Annotated[int | None, flag("--from ENTRY", "Begin with this entry.", min=0)] = None,
-    no_verify: NoVerifyOption = False,
-    body: BodyOption = False,
-    format: BinaryFormatOption = None,
-    delimiter: DelimiterOption = None,
-    template: TemplateOption = None,
+    form: EntryForm,
     as_admin: AsAdminOption = False,
 ) -> None:
     """Print the last entries of a ledger, then each new one.
@@ -254,17 +254,16 @@ def tail_ledger(
     """
     from bkctl.client.ledger_series import follow_ledger
 
-    form = _entry_form(run, ledger, format, template, delimiter)
+    write = form.writer(run, ledger)
     secret = _secret(password, as_admin=as_admin)
     refuse_both("--from", start, "--last", last)
     if start is not None and start < 0:
         raise UsageError(f"--from {start}: entry ids are 0 or more")
     runs = partial(
-        follow_ledger, ledger=ledger, first=start, tail_count=last or 10, password=secret, verify=not no_verify
+        follow_ledger, ledger=ledger, first=start, tail_count=last or 10, password=secret, verify=not form.no_verify
     )
     with run.job.working(f"Waiting for entries of ledger {ledger}"):
-        columns = entry_columns(ledger, body or format is not None, format)
-        _print_entries(run, run.cluster, protocol, runs, columns, form=form, live=True)
+        _print_entries(run, run.cluster, protocol, runs, form.columns(ledger), write=write, live=True)
 
 
 async def create_ledger(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from binascii import a2b_base64
 from collections import Counter
@@ -23,7 +24,6 @@ from ..kit.columns import ALL, COUNT_COLUMNS, Output, fields
 from ..kit.command import Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
-    CUSTOM_METADATA_FILTER,
     ProtocolOption,
     WatchOption,
     combined,
@@ -32,6 +32,7 @@ from ..kit.options import (
     flag,
     number_option,
     option,
+    pairs_option,
     size_option,
 )
 from ..kit.output import RowWriter
@@ -130,7 +131,11 @@ QueryOptions = Annotated[
         duration_option("--max-age", "List only ledgers at most this old."),
         size_option("--min-size", "List only ledgers of at least this length."),
         size_option("--max-size", "List only ledgers of at most this length."),
-        CUSTOM_METADATA_FILTER,
+        pairs_option(
+            "--custom-metadata KEY[=VALUE]",
+            "List only ledgers with this custom metadata, or with this key; repeatable.",
+            os.fsencode,
+        ),
         option("--bookie BOOKIE", "List only ledgers with entries on this bookie."),
         option("--state STATE", "OPEN, IN_RECOVERY or CLOSED; repeatable.", list[str]),
         option("--topic TOPIC", "List only ledgers of this Pulsar topic, partitions included."),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -273,11 +272,9 @@ def undo_command(
     if not run.dry_run:
         run.consent.confirm(f"The changes in {path} would be undone in {run.cluster.uri}")
     outcomes = Counter[str]()
-    kept = nullcontext() if run.dry_run else run.consent.undo(run.cluster, run.undo)
-    with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
-        asks = _asking_bookies(run)
-        undone = undo(run.cluster, path, dry_run=run.dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
-        writer.rows(tap(undone, lambda row: outcomes.update((row.outcome,))))
+    redo, asks = None if run.dry_run else run.undo_file, _asking_bookies(run)
+    undone = undo(run.cluster, path, dry_run=run.dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
+    run.out.render(tap(undone, lambda row: outcomes.update((row.outcome,))), UNDONE_COLUMNS)
     if outcomes["moved"]:
         run.out.error(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -150,7 +150,7 @@ def import_(
         if is_new and run.dry_run:
             show_imported(run, ImportSummary(counts))
             return
-        recorded = nullcontext(target) if is_new else run.consent.recorded(target, run.undo)
+        recorded = target if is_new else run.record(target).recorded()
         imported = _fill(
             run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=run.dry_run
         )
@@ -165,14 +165,13 @@ def import_(
 
 
 def _fill(
-    run: Run, label: str, recorded: AbstractContextManager[Cluster], source: DumpSource, total: int | None, pace: Pace,
-    **how: bool,
-) -> ImportSummary:  # fmt: skip
+    run: Run, label: str, target: Cluster, source: DumpSource, total: int | None, pace: Pace, **how: bool
+) -> ImportSummary:
     """Import the records of `source`: `total`, if that is known."""
     from bkctl.metadata.admin.dump.importing import import_records
 
     left = "written metadata stays: run the command again to continue"
-    with recorded as target, run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity:
+    with run.job.working(label, total=total, unit="records", pace=pace, left=left) as activity:
         return import_records(source.records(), target, pace=pace, progress=activity.update, **how)
 
 
@@ -293,7 +292,7 @@ def migrate(
     if overwrite and not run.dry_run and not plan.is_new:
         run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {run.cluster.uri}")
     prepare_target(target, source, dry_run=run.dry_run)
-    recorded = nullcontext(target) if plan.is_new else run.consent.recorded(target, run.undo, elsewhere=True)
+    recorded = target if plan.is_new else run.record(target, elsewhere=True).recorded()
     imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=run.dry_run)
     differences = 0 if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
@@ -407,11 +406,8 @@ def list_orphans(
         return
     node_count = sum(each.node_count for each in removable)
     run.consent.confirm(f"{counted(node_count, 'node')} would be removed from {run.cluster.uri}")
-    with (
-        run.recorded() as recorded,
-        run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
-    ):
-        remove_orphans(recorded, removable)
+    with run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"):
+        remove_orphans(run.recorded, removable)
     run.out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
     run.out.finish_with(
         len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first"
@@ -506,18 +502,16 @@ def replace_bookie_id(
     registered = run.cluster.bookies.get(old)
     if registered is not None and registered.state != "down":
         raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
-    if run.cluster.bookies.get(new) is None:
-        raise NotFound(f"No bookie {new} in {run.cluster.store.name}", hint="'bkctl bookies list' shows them")
+    run.bookie(new)  # It must exist.
     if not run.dry_run:
         run.consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {run.cluster.uri}")
     left = "changed ledgers stay changed: run the command again to continue"
     with (
-        run.recorded() as recorded,
         run.job.working("Replacing", unit="ledgers", pace=pace, left=left) as activity,
         run.out.rows(REPLACEMENT_COLUMNS) as writer,
     ):
         replaced = replace_bookie(
-            recorded, old, new, pace=pace, limit=limit, dry_run=run.dry_run, progress=activity.update
+            run.recorded, old, new, pace=pace, limit=limit, dry_run=run.dry_run, progress=activity.update
         )
         writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
     if registered is None and not kept:

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import jsonschema_rs
 import pytest
+from commands_reference import ERROR_SCHEMA, command_schema, read_pages
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.generate import read_pages
-from bkctl.commands.kit.columns import ERROR_SCHEMA
 from bkctl.commands.kit.command import Declaration
 from bkctl.commands.main import GROUPS, run
 from bkctl.formats.entry import DigestType
@@ -96,7 +95,7 @@ def _check_schemas(words: list[str], out: str, err: str) -> None:
     name = next((name for count in (3, 2, 1) if (name := " ".join(words[at : at + count])) in declared), None)
     if name is None or not out.startswith(("{", "[")) or {"--columns", "--help", "-"} & set(words):
         return
-    schema = declared[name].schema(name)
+    schema = command_schema(declared[name], name)
     if form == "ndjson":
         schema = {"$ref": "#/$defs/row", "$defs": schema["$defs"]}
     validator = jsonschema_rs.validator_for(schema)

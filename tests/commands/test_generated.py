@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jsonschema_rs
 import pytest
+from commands_reference import Page, command_schema, generated_files, read_pages
 from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster, data_directory
-from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit import completion
 from bkctl.commands.kit.audit import audit_file, state_directory
 from bkctl.commands.kit.columns import Output
@@ -37,7 +37,7 @@ FILES = generated_files()
 
 @pytest.mark.parametrize("name", FILES)
 def test_generated_files_are_current(name: str) -> None:
-    assert (ROOT / name).read_text() == FILES[name], "run python -m bkctl.commands.generate"
+    assert (ROOT / name).read_text() == FILES[name], "run `make generate`"
 
 
 def commands_by_declaration() -> tuple[set[str], set[str]]:
@@ -82,7 +82,7 @@ def test_every_command_declares_what_it_prints() -> None:
 
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_rows_of_a_command_with_a_dry_run_say_whether_it_was_applied(name: str) -> None:
-    rows = [row for key, row in DECLARED[name].schema(name)["$defs"].items() if key != "row"]
+    rows = [row for key, row in command_schema(DECLARED[name], name)["$defs"].items() if key != "row"]
     assert all("applied" in row["properties"] for row in rows)
 
 
@@ -92,7 +92,7 @@ OTHER_FORMS = {"ledger recover", "bookies recover", "bookie init", "autorecovery
 
 @pytest.mark.parametrize("name", sorted({*DRY_RUNS} - OTHER_FORMS))
 def test_a_dry_run_prints_the_fields_of_the_run(name: str) -> None:
-    assert set(DECLARED[name].schema(name)["$defs"]) == {"row", "row1"}
+    assert set(command_schema(DECLARED[name], name)["$defs"]) == {"row", "row1"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("docs/schemas/")])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from commands_reference import read_pages
 
-from bkctl.commands.generate import read_pages
 from bkctl.commands.translations import GUESSES, PULSAR, TRANSLATIONS, Translation, find_elsewhere, translate
 
 from .conftest import Cli

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import pytest
+from commands_reference import read_pages
 from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.printer import Printer
 from bkctl.commands.kit.settings import GlobalOptions, Session

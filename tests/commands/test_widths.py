@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands_reference import read_pages
 from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
@@ -16,7 +17,6 @@ from bkctl.client.disk_space import BookieSpace
 from bkctl.columns import Column, Columns
 from bkctl.commands.bookies.departure import _step_columns, loss_text, move_columns
 from bkctl.commands.cluster import STATUS_COLUMNS, MemberRow
-from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import Table

@@ -151,7 +151,10 @@ def test_no_secret_that_is_planted_anywhere_is_in_a_bundle(
     bookie = SimpleNamespace(bookie_id="b1", log=log, conf=conf)
     local = SimpleNamespace(metadata_uri=cluster.uri, bookies=lambda: [bookie])
     monkeypatch.setattr(bundles, "active_cluster", lambda: local)
-    monkeypatch.setattr("bkctl.commands.diagnose.metrics_api", lambda *_: Api())
+    add = bundles.add_cluster
+    monkeypatch.setattr(
+        bundles, "add_cluster", lambda to, of, _, *more, **how: add(to, of, lambda _: Api(), *more, **how)
+    )
     file = tmp_path / "b.tar.gz"
     done = CommandLine(cluster.uri)("diagnose", "bundle", file, "--pause", "1ms", "--timeout", "2s")
     assert done.code == 0, done.err
