@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from bkctl.errors import BkctlError
 from bkctl.spark.failures import source_error
@@ -24,7 +24,7 @@ from bkctl.spark.local.functions import Expression, column, quoted
 from bkctl.spark.sources import source_named
 from bkctl.spark.sources.columns import arrow_schema
 
-if TYPE_CHECKING:
+with suppress(ImportError):  # `local_session` says that it is not installed.
     import pyarrow as pa
 
 #: Sources of files are streams. Stores belong to the thread that opens them, and streams are read in DuckDB's.
@@ -54,7 +54,6 @@ class Query:
 
     def stream(self, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> str:
         """Return the SQL name of batches, which are read while the query runs."""
-        import pyarrow as pa
 
         def noted() -> Iterator[pa.RecordBatch]:
             try:
@@ -121,8 +120,6 @@ class LocalSession:
 
     def createDataFrame(self, rows: Any, schema: str) -> LocalFrame:
         """Return an Arrow table, or no rows, as a frame."""
-        import pyarrow as pa
-
         wanted = arrow_schema(schema)
         table = rows.cast(wanted) if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, wanted)
         return self.of_dataset(table)
@@ -140,8 +137,6 @@ class LocalSession:
         is_filled = False
 
         def filled(query: Query, table: str) -> str:
-            import pyarrow as pa
-
             nonlocal is_filled
             if not is_filled:
                 self.run(lambda query: f"DELETE FROM {table}")
@@ -217,7 +212,6 @@ class LocalSession:
     def _query(self, *, only_columns: bool = False) -> Iterator[Query]:
         """Yield a query of its own. Raises the error of a source, or a BkctlError that says why DuckDB failed."""
         import duckdb
-        import pyarrow as pa
 
         query = Query(self._connection.cursor(), only_columns=only_columns)
         try:
