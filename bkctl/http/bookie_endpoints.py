@@ -87,7 +87,10 @@ async def server_config(call: ApiCall) -> dict[str, str]:
     config = await call.service.bookie.ask(lambda bookie: bookie.config)
     settings = await asyncio.to_thread(_settings, config)
     if not call.values.get("show_secrets", False):
-        settings = {name: _masked(name, value) for name, value in settings.items()}
+        settings = {
+            name: HIDDEN if is_secret_name(name) and value else without_user_info(value, HIDDEN)
+            for name, value in settings.items()
+        }
     return settings
 
 
@@ -123,12 +126,6 @@ def _is_current(config: BookieConfig, name: str, text: str) -> bool:
         return config.with_settings({name: text}) == config
     except UsageError:
         return False
-
-
-def _masked(name: str, value: str) -> str:
-    if is_secret_name(name) and value:
-        return HIDDEN
-    return without_user_info(value, HIDDEN)
 
 
 @ENDPOINTS.put(

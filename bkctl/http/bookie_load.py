@@ -37,6 +37,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.store import attempt
+from bkctl.metadata.underreplication import AutoRecoveryState, LedgerMarks
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.health import HealthFinding
@@ -279,15 +280,11 @@ class LoadWatch:
         known = {bookie.bookie_id for bookie in bookies}
         self._last = {bookie_id: reading for bookie_id, reading in self._last.items() if bookie_id in known}
         self._last |= {load.bookie.bookie_id: load.reading for load in loads if load.reading is not None}
-        return ClusterLoad(loads, marked, None if marked else self._why_not_audited())
-
-    def _why_not_audited(self) -> str | None:
-        from bkctl.metadata.underreplication import AutoRecoveryState
-
         try:
-            return AutoRecoveryState(self.cluster.store).why_not_audited()
+            not_audited = None if marked else AutoRecoveryState(self.cluster.store).why_not_audited()
         except Corrupt as error:
-            return f"not known to be audited: {error}"
+            not_audited = f"not known to be audited: {error}"
+        return ClusterLoad(loads, marked, not_audited)
 
     def _load(self, bookie: RegisteredBookie, missing: int) -> BookieLoad:
         question = self._questions.get(bookie.bookie_id)
@@ -301,8 +298,6 @@ class LoadWatch:
 
     def _missing_replicas(self) -> tuple[Counter[str], int]:
         """Return the number of under-replicated ledgers by bookie, and in all, of MARKS_MAX marks at most."""
-        from bkctl.metadata.underreplication import LedgerMarks
-
         by_bookie: Counter[str] = Counter()
         count = 0
         for _, mark in islice(LedgerMarks(self.cluster.store).list(None), MARKS_MAX):

@@ -9,7 +9,6 @@ AuditorCheckAllLedgersTask, AuditorPlacementPolicyCheckTask, AuditorReplicasChec
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -256,7 +255,8 @@ class AuditorElector:
     async def _term(self) -> None:
         """Run from one vote of ours to its end."""
         self.attempt_count += 1
-        async with opened(lambda: self.election.vote(self.bookie_id, scoped=self.scoped), _withdraw) as vote:
+        cast = partial(self.election.vote, self.bookie_id, scoped=self.scoped)
+        async with opened(cast, lambda vote: vote.release()) as vote:
             changed = Signal()
             directory = vote.path.rpartition("/")[0]
             async with watching(self.election.store.watch, directory, changed.set, children=True):
@@ -301,11 +301,6 @@ class AuditorElector:
             return True
         log.warning("%s is no longer the auditor of %s: its vote is gone", self.bookie_id, self._what)
         return False
-
-
-def _withdraw(vote: Claim) -> None:
-    with contextlib.suppress(BkctlError):  # the end of the session withdraws it
-        vote.release()
 
 
 # --- the periodic checks of all ledgers --------------------------------------------------------------------------
