@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import ClientDisconnect, Request
@@ -117,7 +117,11 @@ class Api:
             ApiEndpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
             *(each for each in ENDPOINTS if service.samples is None or each.path == METRICS_PATH),
         )
-        self._routes = _routes(self.endpoints)
+        #: Path → method → endpoint.
+        self._routes: dict[str, dict[str, ApiEndpoint]] = {}
+        for each in self.endpoints:
+            methods = ("GET", "PUT", "POST", "DELETE") if each.any_method else (each.method,)
+            self._routes.setdefault(each.path, {}).update(dict.fromkeys(methods, each))
 
     async def _heartbeat(self, call: ApiCall) -> str:
         return "OK\n"
@@ -270,15 +274,6 @@ def _check_page(request: Request, endpoint: ApiEndpoint | None) -> None:
     if endpoint is not None and endpoint.acts and is_browser:
         hint = "a link or a picture of a page could send it; ask with bkctl or curl"
         raise Refused(403, f"{endpoint.path} changes something, and a browser asks for it", hint)
-
-
-def _routes(endpoints: Iterable[ApiEndpoint]) -> Mapping[str, Mapping[str, ApiEndpoint]]:
-    routes: dict[str, dict[str, ApiEndpoint]] = {}
-    for endpoint in endpoints:
-        methods = routes.setdefault(endpoint.path, {})
-        for method in ("GET", "PUT", "POST", "DELETE") if endpoint.any_method else (endpoint.method,):
-            methods[method] = endpoint
-    return routes
 
 
 def _bearer_token(request: Request) -> bytes:

@@ -130,20 +130,22 @@ class ClusterLoad(NamedTuple):
 
 
 class Samples:
-    """The samples of one answer, by name. A value of several journals, threads or directories is summed up."""
+    """The finite samples of one answer, by name. A value of several journals, threads or directories is summed up."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._by_name: dict[str, list[Metric]] = defaultdict(list)
         for metric in metrics:
-            self._by_name[metric.name].append(metric)
+            if math.isfinite(metric.value):
+                self._by_name[metric.name].append(metric)
+
+    def named(self, name: str) -> list[Metric]:
+        """Return the samples of this name."""
+        return self._by_name.get(name, [])
 
     def total(self, *names: str) -> float | None:
         """Return the sum of the samples of the first of `names` that has any."""
-        for name in names:
-            values = [metric.value for metric in self._by_name.get(name, ()) if math.isfinite(metric.value)]
-            if values:
-                return sum(values)
-        return None
+        found = next(filter(None, map(self.named, names)), None)
+        return None if found is None else sum(metric.value for metric in found)
 
     def whole(self, *names: str) -> int | None:
         """Return `total` as a whole number."""
@@ -158,9 +160,9 @@ class Samples:
     def percentiles(self, name: str) -> Percentiles:
         """Return the percentiles of successes; of several series the slowest."""
         slowest: dict[str, float] = {}
-        for metric in self._by_name.get(name, ()):
+        for metric in self.named(name):
             quantile = metric.labels.get("quantile")
-            if quantile is not None and metric.labels.get("success") != "false" and math.isfinite(metric.value):
+            if quantile is not None and metric.labels.get("success") != "false":
                 slowest[quantile] = max(metric.value, slowest.get(quantile, 0.0))
         return Percentiles(*(slowest.get(quantile) for quantile in ("0.5", "0.95", "0.99", "0.999")))
 
@@ -415,21 +417,13 @@ def read_vitals(api: BookieApi) -> BookieVitals:
     began_s = time.time()
     text = api.metrics()
     ended_s = time.time()
-    samples = list(parse_metrics(text))
-    gauges: dict[str, int] = {}
-    unreadable: list[str] = []
+    found = Samples(parse_metrics(text))
+    lowest = {name: min(each.value for each in samples) for name in _GAUGES if (samples := found.named(name))}
+    gauges = {name: (math.floor if name == CERTIFICATE_EXPIRY else math.ceil)(value) for name, value in lowest.items()}
+    unreadable = tuple(each.labels.get("ledger", "") for each in found.named(UNREADABLE_LEDGER))
     skew_s = None
-    for each in samples:
-        if not math.isfinite(each.value):
-            continue
-        if each.name in _GAUGES:
-            value = math.floor(each.value) if each.name == CERTIFICATE_EXPIRY else math.ceil(each.value)
-            gauges[each.name] = min(value, gauges.get(each.name, value))
-        elif each.name == UNREADABLE_LEDGER:
-            unreadable.append(each.labels.get("ledger", ""))
-        elif each.name == CLOCK_SECONDS:
-            skew_s = each.value - min(max(each.value, began_s), ended_s)
-    found = Samples(samples)
+    for each in found.named(CLOCK_SECONDS):
+        skew_s = each.value - min(max(each.value, began_s), ended_s)
     suspended = ""
     try:
         collection = api.garbage_collection()
@@ -441,13 +435,12 @@ def read_vitals(api: BookieApi) -> BookieVitals:
 
     def p99_ms(name: str, recent: str) -> float | None:
         count = found.total(recent, f"{name}_count")
-        p99_ms = None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
-        return p99_ms if p99_ms is not None and math.isfinite(p99_ms) else None
+        return None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
 
     return BookieVitals(
         gauges, p99_ms("bookkeeper_server_ADD_ENTRY_REQUEST", RECENT_ADDS),
         p99_ms("bookie_journal_JOURNAL_SYNC", RECENT_SYNCS), skew_s, suspended,
-        found.total("bookie_ledger_writable_dirs"), tuple(unreadable),
+        found.total("bookie_ledger_writable_dirs"), unreadable,
     )  # fmt: skip
 
 

@@ -280,9 +280,8 @@ def counted(count: int, noun: str) -> str:
 class Decommission(Departure):
     """The decommission of a stopped bookie: `check`, then `run`.
 
-    `plan` is the result of `plan_move` for the bookie. `skip_unrecoverable` names and skips ledgers with unreadable
-    entries; auto-recovery keeps their marks, as Apache's does, and retries until they are unmarked. `keep_cookie` keeps
-    the cookie at the end. `pace` and `note` are BookieMover's.
+    `skip_unrecoverable` names and skips ledgers with unreadable entries; auto-recovery keeps their marks, as Apache's
+    does, and retries until they are unmarked. `keep_cookie` keeps the cookie at the end.
     """
 
     advice: ClassVar = {StepResult.UNRECOVERABLE: UNRECOVERABLE_ADVICE}
