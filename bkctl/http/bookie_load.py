@@ -273,7 +273,13 @@ class LoadWatch:
     def look(self) -> ClusterLoad:
         """Return the load now. Raise as `MetadataStore` if the metadata cannot be read."""
         bookies = self.cluster.bookies.list()
-        missing, marked = self._missing_replicas()
+        #: Under-replicated ledgers by bookie, and in all, of MARKS_MAX marks at most.
+        missing: Counter[str] = Counter()
+        marked = 0
+        for _, mark in islice(LedgerMarks(self.cluster.store).list(None), MARKS_MAX):
+            marked += 1
+            if not isinstance(mark, BkctlError):
+                missing.update(set(mark.missing_replicas))
         self._questions = ask_all(
             (bookie for bookie in bookies if bookie.state != "down"), lambda bookie: read_bookie(self.api_of(bookie)),
             self.wait_s, self._questions, lambda: self._is_cancelled,
@@ -297,16 +303,6 @@ class LoadWatch:
         reading = question.answer
         rates = _rates(self._last.get(bookie.bookie_id), reading)
         return BookieLoad(bookie, reading, rates, missing, reading.problem if reading else question.problem)
-
-    def _missing_replicas(self) -> tuple[Counter[str], int]:
-        """Return the number of under-replicated ledgers by bookie, and in all, of MARKS_MAX marks at most."""
-        by_bookie: Counter[str] = Counter()
-        count = 0
-        for _, mark in islice(LedgerMarks(self.cluster.store).list(None), MARKS_MAX):
-            count += 1
-            if not isinstance(mark, BkctlError):
-                by_bookie.update(set(mark.missing_replicas))
-        return by_bookie, count
 
 
 def _rates(before: BookieReading | None, now: BookieReading | None) -> LoadCounts:

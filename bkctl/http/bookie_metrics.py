@@ -83,10 +83,6 @@ def _places(one: SingleDirectoryDbLedgerStorage) -> dict[str, str]:
     return {"ledgerDir": str(one.ledger_directory.parent), "indexDir": str(one.index_directory.parent)}
 
 
-def _db_reads(bookie: Bookie) -> Values:
-    return bookie.metrics.read_entry if isinstance(bookie.storage.ledgers, DbLedgerStorage) else []
-
-
 def _entries(bookie: Bookie) -> Iterator[tuple[Value, Mapping[str, str]]]:
     """Yield the entries of scope 0 by directory, and of other scopes with a label more."""
     ledgers = bookie.storage.ledgers
@@ -202,7 +198,8 @@ METRICS: Final = (
     Meter("bookie_readahead_batch_size", "summary", "Bytes of each time that entries were read ahead.",
         _db("read_cache.ahead_bytes")),
     Meter("bookie_read_entry", "summary",
-        "Milliseconds that DbLedgerStorage took for a read; those from memory take 0.", _db_reads),
+        "Milliseconds that DbLedgerStorage took for a read; those from memory take 0.",
+        lambda b: b.metrics.read_entry if isinstance(b.storage.ledgers, DbLedgerStorage) else []),
     Meter("bookie_flush", "summary", "Milliseconds of a checkpoint.", lambda b: b.metrics.flush),
     Meter("bkctl_unexpected_errors_total", "counter", "Faults of bkctl itself; the log has each.",
         lambda b: b.metrics.unexpected_errors),

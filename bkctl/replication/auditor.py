@@ -166,7 +166,14 @@ class Auditor:
         if self._audit_is_due:
             await self._audit()
             self._periodic[0].schedule_next(time.monotonic())
-        await self._run_due_checks()
+        for check in self._periodic:
+            if check.due_s <= time.monotonic() and not self._is_checking:
+                check.schedule_next(time.monotonic())
+                if lost.waiting:
+                    # The delay says that ledgers of the lost bookie must not be marked yet.
+                    self.stats.num_skipping_check_task_times += 1
+                else:
+                    await check.run()
         due_s = min(lost.due_s, *(check.due_s for check in self._periodic))
         return LOOK_AGAIN_S if self._is_checking else max(0.0, due_s - time.monotonic())
 
@@ -174,16 +181,6 @@ class Auditor:
     def _is_checking(self) -> bool:
         """True while a check of all ledgers runs."""
         return self._check is not None and not self._check.done()
-
-    async def _run_due_checks(self) -> None:
-        for check in self._periodic:
-            if check.due_s <= time.monotonic() and not self._is_checking:
-                check.schedule_next(time.monotonic())
-                if self._lost.waiting:
-                    # The delay says that ledgers of the lost bookie must not be marked yet.
-                    self.stats.num_skipping_check_task_times += 1
-                else:
-                    await check.run()
 
     async def _audit(self) -> None:
         """Mark the ledgers of lost bookies; an interrupted audit stays due."""

@@ -21,7 +21,7 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId, parse_bookie_address, parse_scope_id
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.metadata.store import StoreSecurity, client_tls
 from bkctl.metadata.uri import parse_uri
 from bkctl.protocol.connection import new_event_loop
 
@@ -256,9 +256,7 @@ class ClusterOptions:
             sasl=options.flag("metadataSasl"),
             creator_acl=options.flag("metadataCreatorAcl"),
         )
-        return open_cluster(
-            self.uri, timeout_s=self.timeout_s, security=NO_SECURITY if security == NO_SECURITY else security
-        )
+        return open_cluster(self.uri, timeout_s=self.timeout_s, security=security)
 
     def bookkeeper(self, cluster: Cluster) -> BookKeeper:
         """Return a client of `cluster` with these options' TLS, timeout and bookie addresses."""
