@@ -102,12 +102,8 @@ class AutoRecovery:
         """Yield the counters of the auditors and the worker."""
         for scoped, stats in self.auditor_stats.items():
             elector = self._electors.get(scoped)
-            yield from auditor_samples(
-                stats,
-                scoped=scoped,
-                attempt_count=elector.attempt_count if elector else 0,
-                elected=elector is not None and elector.elected,
-            )
+            count, elected = (elector.attempt_count, elector.elected) if elector is not None else (0, False)
+            yield from auditor_samples(stats, scoped=scoped, attempt_count=count, elected=elected)
         yield from worker_samples(self.worker_stats)
 
 
