@@ -247,7 +247,7 @@ class Api:
             raise Refused(403, "The token is read-only", "send the full token")
 
     def _check_loopback(self, request: Request) -> None:
-        """Refuse a request whose connection has an end that is no loopback address, if this server is local."""
+        """Refuse a request over anything but loopback addresses, if only this machine has access."""
         ends = (request.scope.get("client"), request.scope.get("server"))
         if self._hosts is not None and not all(end is not None and is_loopback_address(end[0]) for end in ends):
             raise self._no_token()
