@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import ClientDisconnect, Request
@@ -35,7 +35,6 @@ from bkctl.http.server_url import is_loopback_address
 from bkctl.http.service import Service, ServiceUnavailable
 
 if TYPE_CHECKING:
-    from starlette.datastructures import Headers
     from starlette.types import Message, Receive, Scope, Send
 
     from bkctl.http.console.site import Console
@@ -58,6 +57,7 @@ METRICS_PATH: Final = "/metrics"
 #: The query value that requests passwords and tokens.
 SHOW_SECRETS: Final = "show_secrets"
 _CLOSE: Final = {"Connection": "close"}
+_BROWSER_MARKS: Final = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
 
 _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
     (ProtocolError, 502),
@@ -117,7 +117,11 @@ class Api:
             ApiEndpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
             *(each for each in ENDPOINTS if service.samples is None or each.path == METRICS_PATH),
         )
-        self._routes = _routes(self.endpoints)
+        #: Path → method → endpoint.
+        self._routes: dict[str, dict[str, ApiEndpoint]] = {}
+        for each in self.endpoints:
+            methods = ("GET", "PUT", "POST", "DELETE") if each.any_method else (each.method,)
+            self._routes.setdefault(each.path, {}).update(dict.fromkeys(methods, each))
 
     async def _heartbeat(self, call: ApiCall) -> str:
         return "OK\n"
@@ -163,7 +167,9 @@ class Api:
         except Refused as error:
             return error.answer
         except BkctlError as error:
-            return _refusal(error)
+            status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
+            headers = {"Retry-After": "1"} if isinstance(error, ServiceUnavailable) else None
+            return error_answer(status, error.message, error.hint, headers)
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -241,7 +247,9 @@ class Api:
             raise Refused(403, "The token is read-only", "send the full token")
 
     def _check_loopback(self, request: Request) -> None:
-        if self._hosts is not None and not _is_over_loopback(request):
+        """Refuse a request over anything but loopback addresses, if only this machine has access."""
+        ends = (request.scope.get("client"), request.scope.get("server"))
+        if self._hosts is not None and not all(end is not None and is_loopback_address(end[0]) for end in ends):
             raise self._no_token()
 
     def _no_token(self) -> Refused:
@@ -261,35 +269,16 @@ def _check_page(request: Request, endpoint: ApiEndpoint | None) -> None:
     is_foreign = origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
     if is_foreign or site not in (None, "none", "same-origin"):
         raise Refused(403, "Requests of web pages are refused", "ask with bkctl or curl")
-    if endpoint is not None and endpoint.acts and _is_of_browser(headers):
+    # Browsers without Sec-Fetch-Site all call themselves Mozilla.
+    is_browser = headers.get("user-agent", "").startswith("Mozilla/") or any(name in headers for name in _BROWSER_MARKS)
+    if endpoint is not None and endpoint.acts and is_browser:
         hint = "a link or a picture of a page could send it; ask with bkctl or curl"
         raise Refused(403, f"{endpoint.path} changes something, and a browser asks for it", hint)
-
-
-def _routes(endpoints: Iterable[ApiEndpoint]) -> Mapping[str, Mapping[str, ApiEndpoint]]:
-    routes: dict[str, dict[str, ApiEndpoint]] = {}
-    for endpoint in endpoints:
-        methods = routes.setdefault(endpoint.path, {})
-        for method in ("GET", "PUT", "POST", "DELETE") if endpoint.any_method else (endpoint.method,):
-            methods[method] = endpoint
-    return routes
 
 
 def _bearer_token(request: Request) -> bytes:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip().encode("utf-8", "replace") if scheme.lower() == "bearer" else b""
-
-
-def _is_over_loopback(request: Request) -> bool:
-    """Return True if both ends of the connection are loopback addresses."""
-    ends = (request.scope.get("client"), request.scope.get("server"))
-    return all(end is not None and is_loopback_address(end[0]) for end in ends)
-
-
-def _is_of_browser(headers: Headers) -> bool:
-    """Return True for a browser's headers; browsers without Sec-Fetch-Site all call themselves Mozilla."""
-    marks = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
-    return any(name in headers for name in marks) or headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def _is_one_of(host: str, names: set[str]) -> bool:
@@ -317,9 +306,3 @@ async def _read_body(request: Request) -> bytes:
     except TimeoutError:
         raise Refused(408, f"The body did not come within {BODY_TIMEOUT_S:g} s") from None
     return b"".join(parts)
-
-
-def _refusal(error: BkctlError) -> Response:
-    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
-    headers = {"Retry-After": "1"} if isinstance(error, ServiceUnavailable) else None
-    return error_answer(status, error.message, error.hint, headers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -87,7 +88,10 @@ async def server_config(call: ApiCall) -> dict[str, str]:
     config = await call.service.bookie.ask(lambda bookie: bookie.config)
     settings = await asyncio.to_thread(_settings, config)
     if not call.values.get("show_secrets", False):
-        settings = {name: _masked(name, value) for name, value in settings.items()}
+        settings = {
+            name: HIDDEN if is_secret_name(name) and value else without_user_info(value, HIDDEN)
+            for name, value in settings.items()
+        }
     return settings
 
 
@@ -123,12 +127,6 @@ def _is_current(config: BookieConfig, name: str, text: str) -> bool:
         return config.with_settings({name: text}) == config
     except UsageError:
         return False
-
-
-def _masked(name: str, value: str) -> str:
-    if is_secret_name(name) and value:
-        return HIDDEN
-    return without_user_info(value, HIDDEN)
 
 
 @ENDPOINTS.put(
@@ -259,19 +257,14 @@ async def last_log_mark(call: ApiCall) -> dict[str, str]:
     config = await call.service.bookie.ask(lambda bookie: bookie.config)
     directories = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
 
-    def look() -> dict[int, tuple[int, int]]:
-        try:
-            marks = latest_marks(directories).marks
-        except NotFound:
-            marks = []
-        found = {mark.journal_index: (mark.mark.journal_id, mark.mark.offset) for mark in marks}
-        return {index: found.get(index, (0, 0)) for index in range(len(config.journal_directories))}
+    def look() -> dict[str, str]:
+        found: dict[int, tuple[int, int]] = {}
+        with suppress(NotFound):
+            found = {each.journal_index: each.mark for each in latest_marks(directories).marks}
+        marks = (found.get(index, (0, 0)) for index in range(len(config.journal_directories)))
+        return {f"LastLogMark: Journal Id - {journal}({journal:x}.txn)": f"Pos - {offset}" for journal, offset in marks}
 
-    found = await asyncio.to_thread(look)
-    return {
-        f"LastLogMark: Journal Id - {journal_id}({journal_id:x}.txn)": f"Pos - {offset}"
-        for journal_id, offset in found.values()
-    }
+    return await asyncio.to_thread(look)
 
 
 _FILE_TYPES: Final = {"journal": "txn", "entrylog": "log", "index": "idx"}
@@ -291,14 +284,8 @@ async def list_disk_file(call: ApiCall) -> dict[str, str]:
     }
     wanted = call.values.get("file_type", "")
     kinds = [wanted] if wanted in _FILE_TYPES else ["index", "journal", "entrylog"]
-
-    def look() -> dict[str, str]:
-        return {
-            f"{kind} files": "".join(f"{name}\t" for name in _names(directories[kind], f".{_FILE_TYPES[kind]}"))
-            for kind in kinds
-        }
-
-    return await asyncio.to_thread(look)
+    found = {kind: await asyncio.to_thread(_names, directories[kind], f".{_FILE_TYPES[kind]}") for kind in kinds}
+    return {f"{kind} files": "".join(f"{name}\t" for name in names) for kind, names in found.items()}
 
 
 def _names(directories: Iterable[str], ending: str) -> list[str]:

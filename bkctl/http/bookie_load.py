@@ -37,6 +37,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.store import attempt
+from bkctl.metadata.underreplication import AutoRecoveryState, LedgerMarks
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.health import HealthFinding
@@ -129,20 +130,22 @@ class ClusterLoad(NamedTuple):
 
 
 class Samples:
-    """The samples of one answer, by name. A value of several journals, threads or directories is summed up."""
+    """The finite samples of one answer, by name. A value of several journals, threads or directories is summed up."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._by_name: dict[str, list[Metric]] = defaultdict(list)
         for metric in metrics:
-            self._by_name[metric.name].append(metric)
+            if math.isfinite(metric.value):
+                self._by_name[metric.name].append(metric)
+
+    def named(self, name: str) -> list[Metric]:
+        """Return the samples of this name."""
+        return self._by_name.get(name, [])
 
     def total(self, *names: str) -> float | None:
         """Return the sum of the samples of the first of `names` that has any."""
-        for name in names:
-            values = [metric.value for metric in self._by_name.get(name, ()) if math.isfinite(metric.value)]
-            if values:
-                return sum(values)
-        return None
+        found = next(filter(None, map(self.named, names)), None)
+        return None if found is None else sum(metric.value for metric in found)
 
     def whole(self, *names: str) -> int | None:
         """Return `total` as a whole number."""
@@ -157,9 +160,9 @@ class Samples:
     def percentiles(self, name: str) -> Percentiles:
         """Return the percentiles of successes; of several series the slowest."""
         slowest: dict[str, float] = {}
-        for metric in self._by_name.get(name, ()):
+        for metric in self.named(name):
             quantile = metric.labels.get("quantile")
-            if quantile is not None and metric.labels.get("success") != "false" and math.isfinite(metric.value):
+            if quantile is not None and metric.labels.get("success") != "false":
                 slowest[quantile] = max(metric.value, slowest.get(quantile, 0.0))
         return Percentiles(*(slowest.get(quantile) for quantile in ("0.5", "0.95", "0.99", "0.999")))
 
@@ -270,7 +273,13 @@ class LoadWatch:
     def look(self) -> ClusterLoad:
         """Return the load now. Raise as `MetadataStore` if the metadata cannot be read."""
         bookies = self.cluster.bookies.list()
-        missing, marked = self._missing_replicas()
+        #: Under-replicated ledgers by bookie, and in all, of MARKS_MAX marks at most.
+        missing: Counter[str] = Counter()
+        marked = 0
+        for _, mark in islice(LedgerMarks(self.cluster.store).list(None), MARKS_MAX):
+            marked += 1
+            if not isinstance(mark, BkctlError):
+                missing.update(set(mark.missing_replicas))
         self._questions = ask_all(
             (bookie for bookie in bookies if bookie.state != "down"), lambda bookie: read_bookie(self.api_of(bookie)),
             self.wait_s, self._questions, lambda: self._is_cancelled,
@@ -279,15 +288,11 @@ class LoadWatch:
         known = {bookie.bookie_id for bookie in bookies}
         self._last = {bookie_id: reading for bookie_id, reading in self._last.items() if bookie_id in known}
         self._last |= {load.bookie.bookie_id: load.reading for load in loads if load.reading is not None}
-        return ClusterLoad(loads, marked, None if marked else self._why_not_audited())
-
-    def _why_not_audited(self) -> str | None:
-        from bkctl.metadata.underreplication import AutoRecoveryState
-
         try:
-            return AutoRecoveryState(self.cluster.store).why_not_audited()
+            not_audited = None if marked else AutoRecoveryState(self.cluster.store).why_not_audited()
         except Corrupt as error:
-            return f"not known to be audited: {error}"
+            not_audited = f"not known to be audited: {error}"
+        return ClusterLoad(loads, marked, not_audited)
 
     def _load(self, bookie: RegisteredBookie, missing: int) -> BookieLoad:
         question = self._questions.get(bookie.bookie_id)
@@ -298,18 +303,6 @@ class LoadWatch:
         reading = question.answer
         rates = _rates(self._last.get(bookie.bookie_id), reading)
         return BookieLoad(bookie, reading, rates, missing, reading.problem if reading else question.problem)
-
-    def _missing_replicas(self) -> tuple[Counter[str], int]:
-        """Return the number of under-replicated ledgers by bookie, and in all, of MARKS_MAX marks at most."""
-        from bkctl.metadata.underreplication import LedgerMarks
-
-        by_bookie: Counter[str] = Counter()
-        count = 0
-        for _, mark in islice(LedgerMarks(self.cluster.store).list(None), MARKS_MAX):
-            count += 1
-            if not isinstance(mark, BkctlError):
-                by_bookie.update(set(mark.missing_replicas))
-        return by_bookie, count
 
 
 def _rates(before: BookieReading | None, now: BookieReading | None) -> LoadCounts:
@@ -420,21 +413,13 @@ def read_vitals(api: BookieApi) -> BookieVitals:
     began_s = time.time()
     text = api.metrics()
     ended_s = time.time()
-    samples = list(parse_metrics(text))
-    gauges: dict[str, int] = {}
-    unreadable: list[str] = []
+    found = Samples(parse_metrics(text))
+    lowest = {name: min(each.value for each in samples) for name in _GAUGES if (samples := found.named(name))}
+    gauges = {name: (math.floor if name == CERTIFICATE_EXPIRY else math.ceil)(value) for name, value in lowest.items()}
+    unreadable = tuple(each.labels.get("ledger", "") for each in found.named(UNREADABLE_LEDGER))
     skew_s = None
-    for each in samples:
-        if not math.isfinite(each.value):
-            continue
-        if each.name in _GAUGES:
-            value = math.floor(each.value) if each.name == CERTIFICATE_EXPIRY else math.ceil(each.value)
-            gauges[each.name] = min(value, gauges.get(each.name, value))
-        elif each.name == UNREADABLE_LEDGER:
-            unreadable.append(each.labels.get("ledger", ""))
-        elif each.name == CLOCK_SECONDS:
-            skew_s = each.value - min(max(each.value, began_s), ended_s)
-    found = Samples(samples)
+    for each in found.named(CLOCK_SECONDS):
+        skew_s = each.value - min(max(each.value, began_s), ended_s)
     suspended = ""
     try:
         collection = api.garbage_collection()
@@ -446,13 +431,12 @@ def read_vitals(api: BookieApi) -> BookieVitals:
 
     def p99_ms(name: str, recent: str) -> float | None:
         count = found.total(recent, f"{name}_count")
-        p99_ms = None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
-        return p99_ms if p99_ms is not None and math.isfinite(p99_ms) else None
+        return None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
 
     return BookieVitals(
         gauges, p99_ms("bookkeeper_server_ADD_ENTRY_REQUEST", RECENT_ADDS),
         p99_ms("bookie_journal_JOURNAL_SYNC", RECENT_SYNCS), skew_s, suspended,
-        found.total("bookie_ledger_writable_dirs"), tuple(unreadable),
+        found.total("bookie_ledger_writable_dirs"), unreadable,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.bookie.collector_metadata import USAGE_BUCKETS
 from bkctl.bookie.metrics import REQUESTS, Latency, PrometheusText, metric_name, process_metrics
@@ -73,7 +73,7 @@ def _db(*names: str) -> Callable[[Bookie], Values]:
 
     def values(bookie: Bookie) -> Values:
         ledgers = bookie.storage.ledgers
-        directories = ledgers.directories if _is_db(ledgers) else ()
+        directories = ledgers.directories if isinstance(ledgers, DbLedgerStorage) else ()
         return ((sum(found(one)) if len(names) > 1 else found(one), _places(one)) for one in directories)
 
     return values
@@ -83,18 +83,10 @@ def _places(one: SingleDirectoryDbLedgerStorage) -> dict[str, str]:
     return {"ledgerDir": str(one.ledger_directory.parent), "indexDir": str(one.index_directory.parent)}
 
 
-def _db_reads(bookie: Bookie) -> Values:
-    return bookie.metrics.read_entry if _is_db(bookie.storage.ledgers) else []
-
-
-def _is_db(ledgers: object) -> TypeGuard[DbLedgerStorage]:
-    return isinstance(ledgers, DbLedgerStorage)
-
-
 def _entries(bookie: Bookie) -> Iterator[tuple[Value, Mapping[str, str]]]:
     """Yield the entries of scope 0 by directory, and of other scopes with a label more."""
     ledgers = bookie.storage.ledgers
-    for one in ledgers.directories if _is_db(ledgers) else ():
+    for one in ledgers.directories if isinstance(ledgers, DbLedgerStorage) else ():
         for scoped, count in one.locations.estimated_counts().items():
             yield count, _places(one) | ({"scopes": "other"} if scoped else {})
 
@@ -206,7 +198,8 @@ METRICS: Final = (
     Meter("bookie_readahead_batch_size", "summary", "Bytes of each time that entries were read ahead.",
         _db("read_cache.ahead_bytes")),
     Meter("bookie_read_entry", "summary",
-        "Milliseconds that DbLedgerStorage took for a read; those from memory take 0.", _db_reads),
+        "Milliseconds that DbLedgerStorage took for a read; those from memory take 0.",
+        lambda b: b.metrics.read_entry if isinstance(b.storage.ledgers, DbLedgerStorage) else []),
     Meter("bookie_flush", "summary", "Milliseconds of a checkpoint.", lambda b: b.metrics.flush),
     Meter("bkctl_unexpected_errors_total", "counter", "Faults of bkctl itself; the log has each.",
         lambda b: b.metrics.unexpected_errors),

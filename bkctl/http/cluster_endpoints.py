@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from decimal import ROUND_DOWN, Decimal
 from itertools import islice
@@ -18,7 +18,6 @@ from starlette.responses import Response
 
 from bkctl.client.disk_space import disk_space
 from bkctl.client.read_handle import ReadHandle
-from bkctl.client.reader import LedgerEntry
 from bkctl.columns import base64_text
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotFound, UsageError
 from bkctl.http.endpoints import (
@@ -248,8 +247,9 @@ async def _entries(
     async with reader:
         size = 0
         if first <= last:
-            async with aclosing(_read(reader, first, last)) as entries:
-                async for entry in entries:
+            reading: Any = reader.read(first, last)
+            async with aclosing(reading):
+                async for entry in reading:
                     value = json_text(text(bytes(entry.payload)))
                     batch.append((str(entry.entry_id), value))
                     size += len(value)
@@ -258,11 +258,6 @@ async def _entries(
                         batch, size = [], 0
         if batch:
             yield batch
-
-
-async def _read(reader: ReadHandle, first: int, last: int) -> AsyncGenerator[LedgerEntry, None]:
-    async for entry in reader.read(first, last):
-        yield entry
 
 
 # --- bookies

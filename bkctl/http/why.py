@@ -48,8 +48,11 @@ _REFUSALS: Final = {
     "Address already in use": "another process has its port",
     "locked": "another process has its directories",
 }
-
-
+_GC_METRICS: Final = {
+    "bytes in entry logs": "ACTIVE_ENTRY_LOG_SPACE_BYTES",
+    "bytes reclaimed by compaction": "RECLAIMED_COMPACTION_SPACE_BYTES",
+    "bytes reclaimed by deletion": "RECLAIMED_DELETION_SPACE_BYTES",
+}
 #: A line of a bookie's log that says something, unlike its list of settings.
 _EVENT: Final = re.compile(r"\d{4}-|bkctl:")
 
@@ -399,8 +402,10 @@ class Inquiry:
         try:
             api = self.api_of(bookie)
             collection = api.garbage_collection()
-            for metric, value in _gc_metrics(api).items():
-                why.fact(f"{metric}: {value:,.0f}", "its /metrics")
+            samples = Samples(parse_metrics(api.metrics()))
+            for text, metric in _GC_METRICS.items():
+                if (value := samples.total(f"bookie_gc_{metric}", f"bookie_{metric}")) is not None:
+                    why.fact(f"{text}: {value:,.0f}", "its /metrics")
             if collection.suspended_by_disks:
                 why.fact(f"Compaction does not run: {collection.suspended_by_disks}", "its garbage collector")
             elif collection.major_suspended or collection.minor_suspended:
@@ -427,17 +432,6 @@ class Inquiry:
         why.way(f"bkctl ledger list --bookie {name} --sort -length --limit 20", "the largest ledgers: to delete some")
         why.way(f"bkctl bookies drain {name} --yes", "moves its replicas to other bookies, which need the space")
         return why
-
-
-def _gc_metrics(api: BookieApi) -> dict[str, float]:
-    samples = Samples(parse_metrics(api.metrics()))
-    names = {
-        "bytes in entry logs": "ACTIVE_ENTRY_LOG_SPACE_BYTES",
-        "bytes reclaimed by compaction": "RECLAIMED_COMPACTION_SPACE_BYTES",
-        "bytes reclaimed by deletion": "RECLAIMED_DELETION_SPACE_BYTES",
-    }
-    found = {text: samples.total(f"bookie_gc_{name}", f"bookie_{name}") for text, name in names.items()}
-    return {text: value for text, value in found.items() if value is not None}
 
 
 def _threshold(inquiry: Inquiry, bookie: RegisteredBookie) -> float:

@@ -9,7 +9,6 @@ AuditorCheckAllLedgersTask, AuditorPlacementPolicyCheckTask, AuditorReplicasChec
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -167,7 +166,14 @@ class Auditor:
         if self._audit_is_due:
             await self._audit()
             self._periodic[0].schedule_next(time.monotonic())
-        await self._run_due_checks()
+        for check in self._periodic:
+            if check.due_s <= time.monotonic() and not self._is_checking:
+                check.schedule_next(time.monotonic())
+                if lost.waiting:
+                    # The delay says that ledgers of the lost bookie must not be marked yet.
+                    self.stats.num_skipping_check_task_times += 1
+                else:
+                    await check.run()
         due_s = min(lost.due_s, *(check.due_s for check in self._periodic))
         return LOOK_AGAIN_S if self._is_checking else max(0.0, due_s - time.monotonic())
 
@@ -175,16 +181,6 @@ class Auditor:
     def _is_checking(self) -> bool:
         """True while a check of all ledgers runs."""
         return self._check is not None and not self._check.done()
-
-    async def _run_due_checks(self) -> None:
-        for check in self._periodic:
-            if check.due_s <= time.monotonic() and not self._is_checking:
-                check.schedule_next(time.monotonic())
-                if self._lost.waiting:
-                    # The delay says that ledgers of the lost bookie must not be marked yet.
-                    self.stats.num_skipping_check_task_times += 1
-                else:
-                    await check.run()
 
     async def _audit(self) -> None:
         """Mark the ledgers of lost bookies; an interrupted audit stays due."""
@@ -256,7 +252,8 @@ class AuditorElector:
     async def _term(self) -> None:
         """Run from one vote of ours to its end."""
         self.attempt_count += 1
-        async with opened(lambda: self.election.vote(self.bookie_id, scoped=self.scoped), _withdraw) as vote:
+        cast = partial(self.election.vote, self.bookie_id, scoped=self.scoped)
+        async with opened(cast, lambda vote: vote.release()) as vote:
             changed = Signal()
             directory = vote.path.rpartition("/")[0]
             async with watching(self.election.store.watch, directory, changed.set, children=True):
@@ -301,11 +298,6 @@ class AuditorElector:
             return True
         log.warning("%s is no longer the auditor of %s: its vote is gone", self.bookie_id, self._what)
         return False
-
-
-def _withdraw(vote: Claim) -> None:
-    with contextlib.suppress(BkctlError):  # the end of the session withdraws it
-        vote.release()
 
 
 # --- the periodic checks of all ledgers --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
@@ -361,8 +361,14 @@ class MoveQueue:
 
     async def _next_result(self) -> LedgerMove | None:
         """Wait for the end of a move, at most until a locked ledger is due; return None if no ledger has a result."""
-        if not self._running:
-            self._report_waiting([attempt.ledger for attempt in self._locked])
+        if not self._running and not self._has_reported:
+            self._has_reported = True
+            locked = [attempt.ledger for attempt in self._locked]
+            names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
+            self.mover.note(
+                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
+                f"auto-recovery's; waiting up to {LOCK_WAIT_S_MAX / 60:g} min for them"
+            )
         timeout_s = _PAUSE_POLL_S
         if self._locked and len(self._running) < CONCURRENCY:
             timeout_s = min(timeout_s, max(self._locked[0].due_s - time.monotonic(), 0.0))
@@ -380,16 +386,6 @@ class MoveQueue:
             pause_s = min(_LOCK_POLL_S + (now - attempt.since_s) / 4, _LOCK_POLL_S_MAX)
             heappush(self._locked, attempt._replace(due_s=now + pause_s))
         return result
-
-    def _report_waiting(self, locked: Sequence[LedgerId]) -> None:
-        """Report once that all ledgers left are locked by other workers."""
-        if not self._has_reported:
-            self._has_reported = True
-            names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
-            self.mover.note(
-                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
-                f"auto-recovery's; waiting up to {LOCK_WAIT_S_MAX / 60:g} min for them"
-            )
 
     async def _move(
         self, ledger: LedgerId, found: VersionedMetadata | None, *, copies_ahead: bool, is_last: bool

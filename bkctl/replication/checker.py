@@ -334,14 +334,11 @@ def placed(row: PlaceRow, metadata: LedgerMetadata, placement: Placement) -> Pla
     """Return the row with the rack of its bookie, and True if entries on it have too few racks."""
     if not placement.racks:
         return row
-    place = row.place
-    fragment = next(each for each in metadata.ensembles if each.first_entry_id == place.first_entry_id)
-    few = [each.write_set for each in placement.problems(metadata, fragment.bookies)]
-    if row.entry_id is None:
-        is_few = any(place.ensemble_index in each for each in few)
-    else:
-        write_set = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id)
-        is_few = any(set(each).issuperset(write_set) for each in few)
+    place, wanted = row.place, {row.place.ensemble_index}
+    if row.entry_id is not None:
+        wanted = set(RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id))
+    problems = placement.problems(metadata, metadata.fragment_of(place.first_entry_id).bookies)
+    is_few = any(wanted.issubset(each.write_set) for each in problems)
     return row._replace(rack=placement.racks.get(place.bookie_id), in_few_racks=is_few)
 
 

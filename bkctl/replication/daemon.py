@@ -7,7 +7,6 @@ store is back (Apache's process exits instead). Source: AutoRecoveryMain, AutoRe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
@@ -103,12 +102,8 @@ class AutoRecovery:
         """Yield the counters of the auditors and the worker."""
         for scoped, stats in self.auditor_stats.items():
             elector = self._electors.get(scoped)
-            yield from auditor_samples(
-                stats,
-                scoped=scoped,
-                attempt_count=elector.attempt_count if elector else 0,
-                elected=elector is not None and elector.elected,
-            )
+            count, elected = (elector.attempt_count, elector.elected) if elector is not None else (0, False)
+            yield from auditor_samples(stats, scoped=scoped, attempt_count=count, elected=elected)
         yield from worker_samples(self.worker_stats)
 
 
@@ -133,28 +128,23 @@ async def _until(stop: Signal, running: asyncio.Future[None]) -> None:
         await cancel_and_wait(running)
 
 
+@dataclass(eq=False)
 class AutoRecoveryThread:
     """Auto-recovery beside a bookie, in its own thread and store session: neither waits for the other.
 
     After an error it restarts; the bookie is not affected. Source: autoRecoveryDaemonEnabled.
     """
 
-    def __init__(
-        self,
-        config: BookieConfig,
-        bookie_id: str,
-        *,
-        security: StoreSecurity = NO_SECURITY,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._config = config
-        self._bookie_id = bookie_id
-        self._security = security
-        self._tls = tls
-        self._is_stopping = threading.Event()
-        self._stop: Signal | None = None
+    config: BookieConfig
+    bookie_id: str
+    security: StoreSecurity = NO_SECURITY
+    tls: ssl.SSLContext | None = None
+    _is_stopping: threading.Event = field(default_factory=threading.Event)
+    _stop: Signal | None = None
+    _auto_recovery: AutoRecovery | None = None
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._persist, name="auto-recovery", daemon=True)
-        self._auto_recovery: AutoRecovery | None = None
 
     def start(self) -> None:
         """Start the thread; return at once."""
@@ -198,20 +188,10 @@ class AutoRecoveryThread:
             await _until(self._stop, asyncio.ensure_future(self._session()))
 
     async def _session(self) -> None:
-        config = self._config
-
-        def connect() -> Cluster:
-            return open_cluster(
-                config.metadata_service_uri or "",
-                timeout_s=config.zk_timeout / 1000 * 3,
-                session_timeout_s=config.zk_timeout / 1000,
-                security=self._security,
-            )
-
-        def disconnect(cluster: Cluster) -> None:
-            with contextlib.suppress(BkctlError):
-                cluster.close()
-
-        async with opened(connect, disconnect) as cluster:
-            self._auto_recovery = AutoRecovery(cluster, config, self._bookie_id, tls=self._tls)
+        uri, session_s = self.config.metadata_service_uri or "", self.config.zk_timeout / 1000
+        connect = partial(
+            open_cluster, uri, timeout_s=session_s * 3, session_timeout_s=session_s, security=self.security
+        )  # fmt: skip
+        async with opened(connect, lambda cluster: cluster.close()) as cluster:
+            self._auto_recovery = AutoRecovery(cluster, self.config, self.bookie_id, tls=self.tls)
             await self._auto_recovery.run()

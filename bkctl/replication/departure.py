@@ -203,17 +203,6 @@ class Departure(ABC):
             return Step(StepKind.SPACE, StepResult.WARNING, text, "look at 'bkctl bookies usage'")
         return Step(StepKind.SPACE, StepResult.OK, text)
 
-    def _summary(self, blocked_count: int) -> Step:
-        plan = self.plan
-        text = f"{counted(len(plan.ledgers), 'ledger')} to move"
-        if plan.scope_count > 1:
-            text += f", in {plan.scope_count:,} scopes"
-        if plan.open_count:
-            text += f", {plan.open_count:,} not closed"
-        if blocked_count:
-            text += f"; {counted(blocked_count, 'ledger')} cannot be moved"
-        return Step(StepKind.LEDGERS, StepResult.BLOCKED if blocked_count else StepResult.OK, text)
-
     async def obstacles(self, *, probe: bool) -> AsyncGenerator[Step, None]:
         """Yield a step for each ledger that cannot be moved, and at last the total of what there is to move.
 
@@ -242,7 +231,14 @@ class Departure(ABC):
                     if step is not None:
                         count += step.result is not StepResult.SKIPPED
                         yield step
-        yield self._summary(count)
+        text = f"{counted(len(plan.ledgers), 'ledger')} to move"
+        if plan.scope_count > 1:
+            text += f", in {plan.scope_count:,} scopes"
+        if plan.open_count:
+            text += f", {plan.open_count:,} not closed"
+        if count:
+            text += f"; {counted(count, 'ledger')} cannot be moved"
+        yield Step(StepKind.LEDGERS, StepResult.BLOCKED if count else StepResult.OK, text)
 
     async def _obstacle(self, held: HeldLedger, up: set[str]) -> Step | None:
         if held.grows and not self.fence:
@@ -284,9 +280,8 @@ def counted(count: int, noun: str) -> str:
 class Decommission(Departure):
     """The decommission of a stopped bookie: `check`, then `run`.
 
-    `plan` is the result of `plan_move` for the bookie. `skip_unrecoverable` names and skips ledgers with unreadable
-    entries; auto-recovery keeps their marks, as Apache's does, and retries until they are unmarked. `keep_cookie` keeps
-    the cookie at the end. `pace` and `note` are BookieMover's.
+    `skip_unrecoverable` names and skips ledgers with unreadable entries; auto-recovery keeps their marks, as Apache's
+    does, and retries until they are unmarked. `keep_cookie` keeps the cookie at the end.
     """
 
     advice: ClassVar = {StepResult.UNRECOVERABLE: UNRECOVERABLE_ADVICE}

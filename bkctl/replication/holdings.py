@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -21,7 +21,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.underreplication import LedgerMarks, UnderreplicatedLedger
-from bkctl.replication.fragments import EntrySpan, FaultReason, LedgerFragment, ReplicaFault
+from bkctl.replication.fragments import EntrySpan, LedgerFragment
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -102,12 +102,8 @@ def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Set[str]
     for first, end, bookies in found.metadata.extents():
         if not bookie_ids.isdisjoint(bookies):
             last = first - 1 if end is None else max(end, first - 1)
-            faults = [
-                ReplicaFault(index, bookie_id, FaultReason.GIVEN, schedule.entry_count(index, first, last))
-                for index, bookie_id in enumerate(bookies)
-                if bookie_id in bookie_ids
-            ]
-            fragments.append(LedgerFragment(ledger, first, last, bookies, end is not None, schedule, tuple(faults)))
+            fragment = LedgerFragment(ledger, first, last, bookies, end is not None, schedule)
+            fragments.append(fragment.given(at for at, bookie_id in enumerate(bookies) if bookie_id in bookie_ids))
     return HeldLedger(ledger, found, tuple(fragments)) if fragments else None
 
 
@@ -377,44 +373,29 @@ class StopSets:
 
 def _replica_risks(held: HeldLedger, live: frozenset[str], replica_count_min: int) -> Iterator[StopProblem]:
     """Yield the risks of entries that would have too few replicas if only the replicas on `live` remained."""
-    found: dict[Risk, list[Stripe]] = {Risk.LOST: [], Risk.UNDER_QUORUM: []}
-    for stripe in held.stripes():
-        live_count = len(live.intersection(stripe.bookies))
-        if live_count < replica_count_min:
-            found[Risk.UNDER_QUORUM if live_count else Risk.LOST].append(stripe)
-    for risk, stripes in found.items():
-        if stripes:
-            yield _replica_risk(held, risk, stripes, live, replica_count_min)
-
-
-def _replica_risk(
-    held: HeldLedger, risk: Risk, stripes: Sequence[Stripe], live: frozenset[str], required_count: int
-) -> StopProblem:
-    """Return the risk of the entries of these write sets, of which too few replicas would remain on `live`."""
-    left = min(len(live.intersection(stripe.bookies)) for stripe in stripes)
-    lasts = [stripe.last for stripe in stripes if stripe.last is not None]
-    counts = [stripe.entry_count for stripe in stripes if stripe.entry_count is not None]
-    is_known = len(lasts) == len(stripes)
-    stopping = {each: None for stripe in stripes for each in stripe.bookies if each in stripe.fragment.bookies}
-    #: Bookies that do not stop, and are down or lack the entries.
-    away = {
-        each: None
-        for stripe in stripes
-        for each in stripe.bookies
-        if each not in stripe.fragment.bookies and each not in live
-    }
-    lack = f"{', '.join(away)} {'lacks them, or is down' if len(away) == 1 else 'lack them, or are down'}"
-    if left:
-        message = (
-            f"Only {left} of {held.metadata.write_quorum_size} replicas would remain; {required_count} are required"
-        )
-        message += f"; {lack}" if away else ""
-    else:
+    counts = ((len(live.intersection(stripe.bookies)), stripe) for stripe in held.stripes())
+    too_few = [each for each in counts if each[0] < replica_count_min]
+    for risk in (Risk.LOST, Risk.UNDER_QUORUM):
+        few = [each for each in too_few if (each[0] > 0) == (risk is Risk.UNDER_QUORUM)]
+        if not few:
+            continue
+        left, stripes = min(count for count, _ in few), [stripe for _, stripe in few]
+        lasts = [stripe.last for stripe in stripes if stripe.last is not None]
+        is_known = len(lasts) == len(stripes)
+        entry_count = sum(stripe.entry_count or 0 for stripe in stripes)
+        bookies = {each: each in stripe.fragment.bookies for stripe in stripes for each in stripe.bookies}
+        #: Bookies that do not stop, and are down or lack the entries.
+        away = [each for each, stops in bookies.items() if not stops and each not in live]
+        lack = f"{', '.join(away)} {'lacks them, or is down' if len(away) == 1 else 'lack them, or are down'}"
         message = f"No replica would be left{f': {lack}' if away else ''}"
-    return StopProblem(
-        held.ledger, risk, message, held.metadata.state, min(stripe.first for stripe in stripes),
-        max(lasts) if is_known else None, sum(counts) if is_known else None, left, required_count, tuple(stopping),
-    )  # fmt: skip
+        if left:
+            required = f"{held.metadata.write_quorum_size} replicas would remain; {replica_count_min} are required"
+            message = f"Only {left} of {required}{f'; {lack}' if away else ''}"
+        yield StopProblem(
+            held.ledger, risk, message, held.metadata.state, min(stripe.first for stripe in stripes),
+            max(lasts) if is_known else None, entry_count if is_known else None, left, replica_count_min,
+            tuple(each for each, stops in bookies.items() if stops),
+        )  # fmt: skip
 
 
 # --- plans of moves --------------------------------------------------------------------------------------------------

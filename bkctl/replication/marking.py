@@ -83,6 +83,16 @@ def _mark(
 ) -> Iterator[MarkedLedger]:
     """Mark the ledgers with replicas on lost bookies; `lost` returns the lost ones of a set of bookies."""
     marks = LedgerMarks(cluster.store)
+
+    def mark(marked: MarkedLedger) -> bool:
+        """Return False if the ledger cannot be marked: its mark is damaged, or it names an invalid bookie id."""
+        try:
+            marks.add(*marked)
+        except (Corrupt, UsageError) as error:
+            log.error("Ledger %s cannot be marked: %s", marked.ledger, error)
+            return False
+        return True
+
     remaining = iter(cluster.ledgers.read_many(ids))
     with ThreadPoolExecutor(MARKS_AT_ONCE, thread_name_prefix="mark-ledgers") as executor:
         while may_continue() and (step := list(islice(remaining, STEP_COUNT))):
@@ -91,18 +101,7 @@ def _mark(
             affected = [
                 MarkedLedger(ledger, tuple(sorted(bookies & gone))) for ledger, bookies in named if bookies & gone
             ]
-            is_marked = executor.map(lambda marked: _mark_one(marks, *marked), affected)
-            yield from compress(affected, is_marked)
-
-
-def _mark_one(marks: LedgerMarks, ledger: LedgerId, missing: tuple[str, ...]) -> bool:
-    """Return False if the ledger cannot be marked: its mark is damaged, or it names an invalid bookie id."""
-    try:
-        marks.add(ledger, missing)
-    except (Corrupt, UsageError) as error:
-        log.error("Ledger %s cannot be marked: %s", ledger, error)
-        return False
-    return True
+            yield from compress(affected, executor.map(mark, affected))
 
 
 def _named_bookies(

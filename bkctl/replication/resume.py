@@ -50,7 +50,11 @@ class ResumeFile(Closing):
         self._dirty = False
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            self._lock()
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                problem = f"{path}: another process is writing to it"
+                raise Conflict(problem, hint="wait for that process, or stop it") from error
             header = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -84,26 +88,16 @@ class ResumeFile(Closing):
             finally:
                 os.close(file)
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Conflict(
-                f"{self.path}: another process is writing to it", hint="wait for that process, or stop it"
-            ) from error
-
     def _read(self, expected: dict[str, Any]) -> bool:
         """Read the file, and truncate an incomplete last line; return False for an empty file."""
         end = 0
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
-            number = 0
-            while line := file.readline(LINE_SIZE_BYTES_MAX):
+            for number, line in enumerate(iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b""), 1):
                 if not line.endswith(b"\n"):
                     if len(line) == LINE_SIZE_BYTES_MAX:
-                        raise Corrupt(f"{self.path} line {number + 1}: longer than {LINE_SIZE_BYTES_MAX} bytes")
+                        raise Corrupt(f"{self.path} line {number}: longer than {LINE_SIZE_BYTES_MAX} bytes")
                     break
-                number += 1
                 fields = self._parse(line, number)
                 if number == 1:
                     self._check(fields, expected)

@@ -45,14 +45,16 @@ class Signal:
 async def opened(make: Callable[[], T], close: Callable[[T], None]) -> AsyncIterator[T]:
     """Provide what `make` returns for the duration of a block, and `close` it then; both run in threads.
 
-    What `make` returns is closed too if the caller is cancelled meanwhile.
+    What `make` returns is closed too if the caller is cancelled meanwhile. The end of a session closes what the store
+    does not take back now, so errors of `close` count for nothing.
     """
     making = asyncio.ensure_future(asyncio.to_thread(make))
 
     async def end() -> None:
         await asyncio.wait([making])
         if making.exception() is None:
-            await asyncio.to_thread(close, making.result())
+            with contextlib.suppress(BkctlError):
+                await asyncio.to_thread(close, making.result())
 
     try:
         yield await asyncio.shield(making)

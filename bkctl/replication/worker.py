@@ -233,8 +233,8 @@ class ReplicationWorker:
             log.warning("Ledger %s is not replicated now: %s", ledger, error)
             self.stats.exceptions[type(error).__name__] += 1
             await self._publish(ledger, str(error))
-            if isinstance(error, Unreachable) and not await self._store_answers():
-                raise
+            if isinstance(error, Unreachable):
+                await asyncio.to_thread(self._state.settings.is_enabled)  # Raises if it is the store, not only bookies.
         except Exception as error:  # noqa: BLE001 - one ledger, which does not keep the others waiting
             _log_failure(ledger, error)
             self.stats.exceptions[type(error).__name__] += 1
@@ -247,14 +247,6 @@ class ReplicationWorker:
                 self.stats.rereplicate_count += 1
                 self.stats.rereplicate_failed_count += outcome is not LedgerOutcome.DONE
         return outcome
-
-    async def _store_answers(self) -> bool:
-        """Return False if the metadata store is unreachable, and not only bookies."""
-        try:
-            await asyncio.to_thread(self._state.settings.is_enabled)
-        except Unreachable:
-            return False
-        return True
 
     async def _replicate_locked(self, ledger: LedgerId, lock: Claim) -> LedgerOutcome:
         # Read under the lock: no other worker unmarks the ledger now, and a new mark has another version.

@@ -84,8 +84,8 @@ class SessionOf(Protocol[_FrameOut]):
     def range(self, start: int, end: int, step: int, partitions: int, /) -> _FrameOut: ...
 
 
-class JobSession(SessionOf[Frame], Protocol):
-    """A session of either engine."""
+#: A session of either engine.
+JobSession = SessionOf[Frame]
 
 
 def functions_of(engine: JobSession | Frame) -> Functions:

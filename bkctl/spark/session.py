@@ -5,23 +5,30 @@ Callers with a session of their own pass that to the jobs instead, and call `sou
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import bkctl
 from bkctl.errors import BkctlError, NotFound, Unreachable, is_interrupt
 from bkctl.spark.failures import java_causes, plain_errors
 from bkctl.spark.internals import forget_context, gateway_to, silence_accumulators, spark_home
+from bkctl.tasks import signals_restored
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,8 +43,6 @@ _JAVA_TIMEOUT_S: Final = 60.0
 
 def require_spark() -> None:
     """Raise BkctlError, saying what to install, unless Spark can run here."""
-    import warnings
-
     # PySpark warns about releases of its own dependencies; an operator cannot act on that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="pyspark")
     try:
@@ -184,10 +189,6 @@ def package_zip(directory: Path) -> Path:
     Compiled modules are left out, since Python cannot import them from a zip; Python code does the same instead. The
     scanner of `compiled_scanner` is found beside the zip, where Spark puts files that are sent.
     """
-    import zipfile
-
-    import bkctl
-
     root = Path(bkctl.__file__).parent
     path = directory / "bkctl.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -207,8 +208,6 @@ def compiled_scanner() -> Path | None:
 
     Its file name says for which Python and platform it was made; others ignore it, and scan in Python.
     """
-    from importlib.util import find_spec
-
     spec = find_spec("bkctl.files._scan")
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
@@ -237,8 +236,6 @@ class SparkRuntime:
         self._session: Any = None
 
     def __enter__(self) -> Any:
-        import logging
-
         from pyspark.errors import PySparkException
 
         # PySpark and py4j log what this module raises; py4j also uses the root logger.
@@ -378,10 +375,6 @@ class SparkRuntime:
 @contextmanager
 def _signals_restored(*, ignore: bool = False) -> Iterator[None]:
     """Restore the handlers of signals after the block, in the main thread; with `ignore`, ignore them in the block."""
-    import signal
-
-    from bkctl.tasks import signals_restored
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,18 +85,14 @@ class FragmentBar(NamedTuple):
     text: str
 
 
-def _per_second(name: str) -> Callable[[BookieLoad], float | None]:
-    return lambda load: getattr(load.per_second, name)
-
-
 def _p99(name: str) -> Callable[[BookieLoad], float | None]:
     return lambda load: None if load.reading is None else getattr(load.reading, name).p99_ms
 
 
 #: The charts of a bookie.
 _CHARTS: Final = (
-    ("Adds", "a second", _per_second("adds")),
-    ("Reads", "a second", _per_second("reads")),
+    ("Adds", "a second", lambda load: load.per_second.adds),
+    ("Reads", "a second", lambda load: load.per_second.reads),
     ("Add latency, p99", "ms", _p99("add")),
     ("Journal sync, p99", "ms", _p99("journal_sync")),
 )
@@ -249,10 +244,6 @@ def _replication(of: Sources) -> Values:
     }  # fmt: skip
 
 
-def _garbage(of: Sources) -> Values:
-    return {"loads": _loads(of)}
-
-
 def _rack_page(of: Sources) -> Values:
     racks = _racks(of.cluster)
     groups: dict[str, list[Any]] = defaultdict(list)
@@ -269,12 +260,10 @@ PAGES: Final[Mapping[str, ConsolePage]] = {
     "ledgers": ConsolePage("ledgers.html", _ledgers),
     "ledger": ConsolePage("ledger.html", _ledger, takes_subject=True),
     "replication": ConsolePage("replication.html", _replication),
-    "garbage": ConsolePage("garbage.html", _garbage, is_of_loads=True),
+    "garbage": ConsolePage("garbage.html", lambda of: {"loads": _loads(of)}, is_of_loads=True),
     "racks": ConsolePage("racks.html", _rack_page),
 }
 
-
-log: Final = logging.getLogger("bkctl.http")
 
 # --- the load of the last hour ---------------------------------------------------------------------------------------
 

@@ -18,21 +18,17 @@ def templates() -> Environment:
     here = files("bkctl.http.console")
     texts = {each.name: each.read_text("utf-8") for each in here.iterdir() if each.name.endswith(".html")}
     found = Environment(loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, finalize=_visible)
-    found.filters.update(time=_time, size=_size, path=lambda text: quote(str(text), safe=""))
+    found.filters.update(
+        time=lambda ms: "-" if ms is None else re.sub(r"\.\d+Z", "Z", iso_time(ms)),
+        size=lambda size_bytes: "-" if size_bytes is None else size_text(size_bytes),
+        path=lambda text: quote(str(text), safe=""),
+    )
     return found
 
 
 def style() -> Markup:
     """Return the style sheet, for pages that stand alone."""
     return Markup((files("bkctl.http.console") / "console.css").read_text("utf-8"))
-
-
-def _time(time_ms: int | None) -> str:
-    return "-" if time_ms is None else re.sub(r"\.\d+Z", "Z", iso_time(time_ms))
-
-
-def _size(size_bytes: int | None) -> str:
-    return "-" if size_bytes is None else size_text(size_bytes)
 
 
 def _visible(value: Any) -> Any:

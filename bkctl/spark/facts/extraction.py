@@ -36,6 +36,7 @@ from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.journal import JournalReader
+from bkctl.files.journals import latest_marks
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME, DATABASE_NAMES
@@ -154,8 +155,6 @@ class _Extract:
                     }  # fmt: skip
 
     def _marks(self) -> Iterator[dict[str, Any]]:
-        from bkctl.files.journals import latest_marks
-
         with suppress(NotFound):
             marks = latest_marks(self._bookie.directories)
             for each in marks.marks:

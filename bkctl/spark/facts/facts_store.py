@@ -19,15 +19,17 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from string import ascii_letters, digits
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.redaction import without_user_info
 from bkctl.spark.facts.tables import ROW_GROUP_ROWS, VERSION, arrow_schema, conform
 
-if TYPE_CHECKING:
+with suppress(ImportError):  # `_file_system` says that it is not installed.
     import pyarrow as pa
-    from pyarrow.dataset import Dataset
+    import pyarrow.dataset
+    import pyarrow.parquet
+    from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 #: Bytes of rows that wait for a row group at most.
 _BUFFER_SIZE_BYTES: Final = 128 << 20
@@ -91,18 +93,14 @@ class FactsStore:
         with self._failures("read"):
             return found.to_table(columns=columns)
 
-    def dataset(self, table: str, paths: Iterable[str]) -> Dataset:
+    def dataset(self, table: str, paths: Iterable[str]) -> pyarrow.dataset.Dataset:
         """Return the rows of a table's Parquet files, to be read in parts. Raises NotFound."""
-        import pyarrow.dataset
-
         files = [f"{self._root}/{path}" for path in paths]
         with self._failures("read"):
             return pyarrow.dataset.dataset(files, arrow_schema(table), format="parquet", filesystem=self._arrow)
 
     def files(self, directory: str) -> list[StoredFile]:
         """Return the files in a directory and below it; none if it does not exist."""
-        from pyarrow.fs import FileSelector, FileType
-
         with self._failures("read"):
             found = self._arrow.get_file_info(
                 FileSelector(f"{self._root}/{directory}", allow_not_found=True, recursive=True)
@@ -179,14 +177,10 @@ class FactsStore:
                 self._arrow.delete_file(f"{self._root}/{path}")
 
     def _exists(self, path: str) -> bool:
-        from pyarrow.fs import FileType
-
         return bool(self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound)
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:
-        import pyarrow as pa
-
         try:
             yield
         except FileNotFoundError as error:
@@ -199,8 +193,6 @@ class PartWriter:
     """Writes rows of one table as Parquet, in row groups of a bounded size."""
 
     def __init__(self, stream: Any, table: str, constants: Mapping[str, Any]) -> None:
-        import pyarrow.parquet
-
         self._table, self._constants = table, constants
         self._writer = pyarrow.parquet.ParquetWriter(stream, arrow_schema(table), compression="zstd")
         self._rows: list[pa.Table] = []
@@ -219,8 +211,6 @@ class PartWriter:
 
     def add_rows(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows with ids as numbers or not at all."""
-        import pyarrow as pa
-
         found = list(rows)
         if found:
             names = {name for row in found for name in row}
@@ -233,8 +223,6 @@ class PartWriter:
         self._writer.close()
 
     def _flush(self) -> None:
-        import pyarrow as pa
-
         if self._rows:
             self._writer.write_table(pa.concat_tables(self._rows), row_group_size=ROW_GROUP_ROWS)
         self._rows, self._count, self._size_bytes = [], 0, 0
@@ -261,18 +249,17 @@ def list_path(bookie: str, number: int) -> str:
 
 def _file_system(uri: str) -> tuple[Any, str]:
     try:
-        import pyarrow as pa
-        from pyarrow import fs
+        from pyarrow import ArrowException
     except ImportError as error:
         raise BkctlError(
             "Facts are Parquet, and pyarrow is not installed", hint="pip install 'bkctl[facts]'"
         ) from error
     if "://" not in uri:
-        return fs.LocalFileSystem(), str(Path(uri).absolute())
+        return LocalFileSystem(), str(Path(uri).absolute())
     shown = without_user_info(uri, "***")
     try:
-        files, root = fs.FileSystem.from_uri(uri)
-    except (pa.ArrowException, ImportError, ValueError) as error:
+        files, root = FileSystem.from_uri(uri)
+    except (ArrowException, ImportError, ValueError) as error:
         raise UsageError(
             f"{shown} cannot be used for facts: {error}", hint="give a path, or a URI: file://, s3://, hdfs://, gs://"
         ) from error

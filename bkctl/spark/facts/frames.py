@@ -130,10 +130,6 @@ class Facts(list[PartList]):
         found = self.table(spark, "ledgers").filter(F.col("mapSize").isNotNull())
         return found.select(*names, F.col("mapSize").alias("size"), "fromLedgersMap", "complete", "reason")
 
-    def journal_checks(self, spark: JobSession) -> Frame:
-        """Return the rows of `journal_audit.checks`."""
-        return self.table(spark, "journals").drop("part")
-
     def with_evidence(self, spark: JobSession, looks: Frame) -> Frame:
         """Return the looks of `second_look` with `evidence`: the records that stand at their places."""
         F = functions_of(spark)

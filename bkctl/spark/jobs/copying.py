@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pyspark.sql import functions as F
 
 from bkctl.client.ensemble import update_metadata
-from bkctl.client.reader import read_entries
+from bkctl.client.reader import read_entries, read_runs
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import (
     AlreadyExists,
@@ -81,9 +81,6 @@ RESULT_COLUMNS: Final = (
 )  # fmt: skip
 _NUMBERS: Final = ("entryCount", "length")
 RESULT_SCHEMA: Final = ", ".join(f"`{name}` {'bigint' if name in _NUMBERS else 'string'}" for name in RESULT_COLUMNS)
-#: Entries to read before they are written: bytes and number.
-_HELD_BYTES_MAX: Final = 8 << 20
-_HELD_COUNT_MAX: Final = 4096
 
 
 class Shape(NamedTuple):
@@ -199,12 +196,15 @@ class LedgerCopy:
         self._handle = WriteHandle(bookkeeper.access(target, found), own_entry_ids=False, recovery=True)
 
     async def add(self, payloads: Iterable[bytes]) -> None:
-        """Add the next entries; all are acknowledged when this returns."""
+        """Add the next entries, each once there is room for it on the way."""
         for payload in payloads:
             self.hash.add(payload)
             if self._handle is not None:
                 await self._handle.ready()
                 self._handle.add(payload)
+
+    async def flush(self) -> None:
+        """Wait until all entries are acknowledged."""
         if self._handle is not None:
             await self._handle.flush()
 
@@ -298,17 +298,9 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
         if (present.last_entry_id, present.length) == (metadata.last_entry_id, metadata.length):
             sha256 = present.custom_metadata[HASH_KEY].decode("ascii", "replace")
             return CopyResult(source, target, PRESENT, present.last_entry_id + 1, present.length, sha256)
-    access = client.bookkeeper.access(source, found)
-    held: list[bytes] = []
-    size = 0
     if metadata.last_entry_id >= 0:
-        async for entry in read_entries(access, 0, metadata.last_entry_id):
-            held.append(entry.payload)
-            size += len(entry.payload)
-            if size >= _HELD_BYTES_MAX or len(held) >= _HELD_COUNT_MAX:
-                await copy.add(held)
-                held, size = [], 0
-    await copy.add(held)
+        async for run in read_runs(client.bookkeeper.access(source, found), 0, metadata.last_entry_id):
+            await copy.add(entry.payload for entry in run)
     if copy.hash.length != metadata.length:
         raise Corrupt(
             f"The entries of ledger {source} have {copy.hash.length} bytes, its metadata says {metadata.length}"
@@ -421,7 +413,7 @@ _COMPLETE: Final = "/counts/_SUCCESS"
 _WILDCARDS: Final = "*?[{"
 #: Entry id of the row that precedes a ledger's entries and describes the ledger.
 _HEAD: Final = -1
-#: Entries that are added before their acknowledgements are awaited.
+#: Rows that are taken from Spark at once.
 _ENTRIES_AT_ONCE: Final = 4096
 _HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount")
 
@@ -651,6 +643,7 @@ async def _import_ledger(
         if some[0]["entryId"] != copy.hash.entry_count:
             raise Corrupt(f"Entry {copy.hash.entry_count} of ledger {source} is not in the export")
         await copy.add(row["payload"] for row in some)
+        await copy.flush()  # Nothing moves until the next rows are there.
     if copy.hash.entry_count != copy.entry_count:
         raise Corrupt(f"Ledger {source} has {copy.hash.entry_count} entries in the export, not {copy.entry_count}")
     return await copy.finish()

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from bkctl.errors import BkctlError
 from bkctl.spark.failures import source_error
@@ -24,7 +24,7 @@ from bkctl.spark.local.functions import Expression, column, quoted
 from bkctl.spark.sources import source_named
 from bkctl.spark.sources.columns import arrow_schema
 
-if TYPE_CHECKING:
+with suppress(ImportError):  # `local_session` says that it is not installed.
     import pyarrow as pa
 
 #: Sources of files are streams. Stores belong to the thread that opens them, and streams are read in DuckDB's.
@@ -54,7 +54,6 @@ class Query:
 
     def stream(self, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> str:
         """Return the SQL name of batches, which are read while the query runs."""
-        import pyarrow as pa
 
         def noted() -> Iterator[pa.RecordBatch]:
             try:
@@ -121,8 +120,6 @@ class LocalSession:
 
     def createDataFrame(self, rows: Any, schema: str) -> LocalFrame:
         """Return an Arrow table, or no rows, as a frame."""
-        import pyarrow as pa
-
         wanted = arrow_schema(schema)
         table = rows.cast(wanted) if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, wanted)
         return self.of_dataset(table)
@@ -140,8 +137,6 @@ class LocalSession:
         is_filled = False
 
         def filled(query: Query, table: str) -> str:
-            import pyarrow as pa
-
             nonlocal is_filled
             if not is_filled:
                 self.run(lambda query: f"DELETE FROM {table}")
@@ -217,7 +212,6 @@ class LocalSession:
     def _query(self, *, only_columns: bool = False) -> Iterator[Query]:
         """Yield a query of its own. Raises the error of a source, or a BkctlError that says why DuckDB failed."""
         import duckdb
-        import pyarrow as pa
 
         query = Query(self._connection.cursor(), only_columns=only_columns)
         try:
@@ -286,11 +280,11 @@ class Row(tuple[Any, ...]):
         return dict(zip(self._names, self, strict=True))
 
 
-class _Rows:
+class LocalFrame:
     """The query of a frame and its rows, of which `persist` keeps a copy. `schema` and `columns` need no rows."""
 
     def __init__(self, session: LocalSession, write: _Writer, *, is_stored: bool = False) -> None:
-        self._session, self._write = session, write
+        self.sparkSession, self._write = session, write
         #: The rows are in tables already.
         self._is_stored = is_stored
         self._is_persisted = False
@@ -302,18 +296,14 @@ class _Rows:
             return self._write(query)
         if self._table is None:
             table = f"t{next(_numbers)}"
-            self._session.run(lambda query: f"CREATE TABLE {table} AS {self._write(query)}")
+            self.sparkSession.run(lambda query: f"CREATE TABLE {table} AS {self._write(query)}")
             self._table = table
         return f"SELECT * FROM {self._table}"
-
-    @property
-    def sparkSession(self) -> LocalSession:
-        return self._session
 
     @cached_property
     def schema(self) -> pa.Schema:
         """Return the columns as an Arrow schema."""
-        return self._session.schema_of(self.sql)
+        return self.sparkSession.schema_of(self.sql)
 
     @property
     def columns(self) -> list[str]:
@@ -328,25 +318,23 @@ class _Rows:
         """Free the kept rows."""
         if self._table is not None:
             table, self._table = self._table, None
-            self._session.run(lambda query: f"DROP TABLE {table}")
+            self.sparkSession.run(lambda query: f"DROP TABLE {table}")
         self._is_persisted = False
         return self
 
     def toLocalIterator(self, prefetchPartitions: bool = False) -> Iterator[Any]:
         kind = type("Row", (Row,), {"__slots__": (), "_names": tuple(self.columns)})
-        for batch in self._session.batches(self.sql):
+        for batch in self.sparkSession.batches(self.sql):
             yield from map(kind, zip(*(values.to_pylist() for values in batch.columns), strict=True))
 
     def collect(self) -> list[Any]:
         return list(self.toLocalIterator())
 
     def count(self) -> int:
-        (batch,) = self._session.batches(lambda query: f"SELECT COUNT(*) FROM ({self.sql(query)})")
+        (batch,) = self.sparkSession.batches(lambda query: f"SELECT COUNT(*) FROM ({self.sql(query)})")
         return int(batch.column(0)[0].as_py())
 
-
-class LocalFrame(_Rows):
-    """Rows of a query, with the methods that give another frame."""
+    # Methods that give another frame.
 
     def select(self, *columns: str | Expression) -> LocalFrame:
         """Return these columns; `name.*` stands for the fields of a struct."""
@@ -422,13 +410,13 @@ class LocalFrame(_Rows):
             sides = f"({self.sql(query)}) l {_HOWS[how]} JOIN ({other.sql(query)}) r"
             return f"SELECT {', '.join(shown)} FROM {sides} USING ({using})"
 
-        return LocalFrame(self._session, write)
+        return LocalFrame(self.sparkSession, write)
 
     def unionByName(self, other: LocalFrame, allowMissingColumns: bool = False) -> LocalFrame:
         """Return the rows of both; a column that one of them lacks is null there."""
         assert allowMissingColumns or sorted(self.columns) == sorted(other.columns)
         return LocalFrame(
-            self._session, lambda query: f"({self.sql(query)}) UNION ALL BY NAME ({other.sql(query)})",
+            self.sparkSession, lambda query: f"({self.sql(query)}) UNION ALL BY NAME ({other.sql(query)})",
             is_stored=self._is_stored and other._is_stored,
         )  # fmt: skip
 
@@ -436,12 +424,12 @@ class LocalFrame(_Rows):
         self, function: Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]], schema: str
     ) -> LocalFrame:
         """Return the rows that `function` makes of batches of rows, when they are wanted first."""
-        return self._session.frame_of(
-            arrow_schema(schema), lambda: function(self._session.batches(self.sql)), is_stream=False
+        return self.sparkSession.frame_of(
+            arrow_schema(schema), lambda: function(self.sparkSession.batches(self.sql)), is_stream=False
         )
 
     def _from(self, head: str, tail: str = "") -> LocalFrame:
-        return LocalFrame(self._session, lambda query: f"{head} ({self.sql(query)}) t {tail}")
+        return LocalFrame(self.sparkSession, lambda query: f"{head} ({self.sql(query)}) t {tail}")
 
 
 class Groups:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,10 +18,12 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import LEDGER_COLUMNS
 
 if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+with suppress(ImportError):  # Sessions and stores of facts say that they are not installed.
     import numpy as np
     import numpy.typing as npt
     import pyarrow as pa
-    from pyspark.sql.types import StructType
 
 #: The column that mode permissive adds: file, offset and reason of damage. Null in rows that hold data.
 DAMAGE: Final = "damage"
@@ -54,9 +57,6 @@ class LedgerColumns:
 
     def column(self, name: str) -> pa.Array:
         """Return the column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`."""
-        import numpy as np
-        import pyarrow as pa
-
         rows, scope_ids, ledger_ids = self.distinct
         if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
@@ -76,9 +76,6 @@ class LedgerColumns:
     @cached_property
     def distinct(self) -> tuple[pa.Array, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Return the index of each row's ledger among the distinct ledgers, and their scope ids and ledger ids."""
-        import numpy as np
-        import pyarrow as pa
-
         if self._scope_ids is None:
             encoded = pa.array(self._ledger_ids).dictionary_encode()
             ledger_ids = encoded.dictionary.to_numpy()
@@ -101,8 +98,6 @@ def ledger_values(ledger: LedgerId) -> dict[str, Any]:
 
 def constant(value: Any, count: int, kind: pa.DataType) -> pa.Array:
     """Return a column of `count` times `value`; None is null."""
-    import pyarrow as pa
-
     return pa.nulls(count, kind) if value is None else pa.repeat(pa.scalar(value, kind), count)
 
 
@@ -110,8 +105,6 @@ def table_of(
     schema: pa.Schema, columns: Mapping[str, Any], count: int, constants: Mapping[str, Any] | None = None
 ) -> pa.Table:
     """Return the columns of `schema`: from `columns`, else `count` times a constant, else null."""
-    import pyarrow as pa
-
     values = constants or {}
     arrays = [
         columns[field.name].cast(field.type)
@@ -131,8 +124,6 @@ def damage_of(error: BkctlError, file: str | None, offset: int | None = None) ->
 
 def damage_row(schema: pa.Schema, damage: Mapping[str, Any], /, **known: Any) -> pa.RecordBatch:
     """Return one row with `damage`, its `file` and the `known` columns; all other columns are null."""
-    import pyarrow as pa
-
     return pa.RecordBatch.from_pylist([{**known, "file": damage["file"], DAMAGE: damage}], schema=schema)
 
 
@@ -141,22 +132,16 @@ def damage_row(schema: pa.Schema, damage: Mapping[str, Any], /, **known: Any) ->
 
 def arrow_schema(ddl: str) -> pa.Schema:
     """Return the columns of a DDL text as an Arrow schema; timestamps are UTC."""
-    import pyarrow as pa
-
     return pa.schema(list(_fields(ddl)))
 
 
 def arrow_schema_of(schema: StructType | pa.Schema) -> pa.Schema:
     """Return a StructType of PySpark as an Arrow schema; an Arrow schema stays as it is."""
-    import pyarrow as pa
-
     return schema if isinstance(schema, pa.Schema) else pa.schema(list(arrow_type(schema.simpleString())))
 
 
 def arrow_type(text: str) -> pa.DataType:
     """Return a type of Spark as Arrow's."""
-    import pyarrow as pa
-
     outer, bracket, inner = text.removesuffix(">").partition("<")
     if bracket:
         if outer == "array":

@@ -53,7 +53,8 @@ class Offset(NamedTuple):
         runs = value.get("finished", [])
         is_valid = (
             not value.keys() - {"open", "closed", "finished"}
-            and all(isinstance(part, dict) and all(map(_is_position, part, part.values())) for part in positions)
+            and all(isinstance(part, dict) and all(map(_is_name, part)) for part in positions)
+            and all(type(at) is int and 0 <= at <= 1 << 63 for part in positions for at in part.values())
             and isinstance(runs, list)
             and all(isinstance(run, list) and len(run) == 2 and all(map(_is_name, run)) for run in runs)
         )
@@ -77,10 +78,6 @@ class Offset(NamedTuple):
     def next_entry_ids(self) -> dict[str, int]:
         """Return the next entry ids of all ledgers."""
         return {**self.open, **self.closed}
-
-
-def _is_position(name: object, entry_id: object) -> bool:
-    return _is_name(name) and type(entry_id) is int and 0 <= entry_id <= 1 << 63
 
 
 def _is_name(name: object) -> bool:

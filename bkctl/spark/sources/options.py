@@ -21,15 +21,12 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId, parse_bookie_address, parse_scope_id
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.metadata.store import StoreSecurity, client_tls
 from bkctl.metadata.uri import parse_uri
 from bkctl.protocol.connection import new_event_loop
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
-
-#: Stands for the default columns in the option `columns`.
-DEFAULT_COLUMNS: Final = "*"
 
 _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(|[kmgt]i?b?|b)", re.ASCII | re.IGNORECASE)
 _UNITS: Final = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -144,10 +141,6 @@ class SourceOptions:
             raise self._wrong(name, value, "a JSON object of files, each with a list of offsets in order,")
         return dict(found)
 
-    def mode(self) -> Mode:
-        """Return the option `mode`."""
-        return self.choice("mode", Mode.FAILFAST)
-
     def paths(self) -> list[str]:
         """Return the given files, directories and patterns, each once. Raises UsageError if there are none."""
         path = self.text("path")
@@ -164,7 +157,7 @@ class SourceOptions:
         known = {name.lower(): name for name in (*default, *on_request)}
         found: dict[str, None] = {}
         for name in wanted:
-            if name == DEFAULT_COLUMNS:
+            if name == "*":
                 found.update(dict.fromkeys(default))
             elif name.lower() in known:
                 found[known[name.lower()]] = None
@@ -263,9 +256,7 @@ class ClusterOptions:
             sasl=options.flag("metadataSasl"),
             creator_acl=options.flag("metadataCreatorAcl"),
         )
-        return open_cluster(
-            self.uri, timeout_s=self.timeout_s, security=NO_SECURITY if security == NO_SECURITY else security
-        )
+        return open_cluster(self.uri, timeout_s=self.timeout_s, security=security)
 
     def bookkeeper(self, cluster: Cluster) -> BookKeeper:
         """Return a client of `cluster` with these options' TLS, timeout and bookie addresses."""

@@ -67,7 +67,7 @@ class TableSource(DataSource, DataSourceReader):
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
         self.checked = SourceOptions(self.source, options, self.known)
-        self._conditions, self._mode = Conditions.of(self.checked), self.checked.mode()
+        self._conditions, self._mode = Conditions.of(self.checked), self.checked.choice("mode", Mode.FAILFAST)
         self._takes_filters = self.checked.flag("pushdown")
 
     @classmethod

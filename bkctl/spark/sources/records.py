@@ -567,22 +567,17 @@ class OpenLogs:
     def __init__(self) -> None:
         self._readers: dict[str, EntryLogReader] = {}
 
-    def reader(self, path: str) -> EntryLogReader:
-        """Return the reader of a log. Raises as `EntryLogReader.open`."""
-        reader = self._readers.get(path)
-        if reader is None:
-            if len(self._readers) >= _OPEN_LOGS_MAX:
-                self._readers.pop(next(iter(self._readers))).close()
-            reader = self._readers[path] = EntryLogReader.open(path)
-        return reader
-
     def record_at(self, path: str, offset: int, *noted: type[BkctlError]) -> dict[str, Any]:
         """Return what stands at byte `offset` of a log: `ledgerQualifiedName`, `entryId` and `record`, or `problem`.
 
         A `problem` has a `detail`: the record is missing, or damaged by one of the errors to be `noted`.
         """
         try:
-            found = self.reader(path).entry_at(offset + 4)
+            if path not in self._readers:
+                if len(self._readers) >= _OPEN_LOGS_MAX:
+                    self._readers.pop(next(iter(self._readers))).close()
+                self._readers[path] = EntryLogReader.open(path)
+            found = self._readers[path].entry_at(offset + 4)
         except NotFound as error:
             return {"file": path, "problem": "missing", "detail": str(error)}
         except noted as error:

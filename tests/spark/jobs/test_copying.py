@@ -84,6 +84,7 @@ def test_unfinished_copy_is_resumed(live: Live, client: Client) -> None:
     async def begin() -> None:
         await half.begin()
         await half.add(PAYLOADS[:700])
+        await half.flush()
 
     dying.run(begin())
     assert copy(client, source, target)[2:4] == ("copied", len(PAYLOADS))
@@ -126,6 +127,7 @@ def test_resumed_copy_replaces_bookies_before_its_last_fragment(live: Live, clie
     async def finish() -> CopyResult:
         await resumed.begin()
         await resumed.add(PAYLOADS[:50])
+        await resumed.flush()
         assert resumed._handle is not None
         resumed._handle._pipeline._bookies_failed({1: failing})
         await resumed.add(PAYLOADS[50:])

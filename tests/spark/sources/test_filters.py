@@ -187,8 +187,8 @@ def options(**given_options: str) -> SourceOptions:
 
 
 def test_option_names_are_case_insensitive() -> None:
-    assert options(MODE="Permissive").mode() is Mode.PERMISSIVE
-    assert options().mode() is Mode.FAILFAST
+    assert options(MODE="Permissive").choice("mode", Mode.FAILFAST) is Mode.PERMISSIVE
+    assert options().choice("mode", Mode.FAILFAST) is Mode.FAILFAST
     assert options(columns="B, *").columns(["a", "c"], ["b"]) == ["b", "a", "c"]
     assert options().columns(["a", "c"], ["b"]) == ["a", "c"]
     assert options(path="x", paths='["y", "x,z"]').paths() == ["x", "y", "x,z"]
