@@ -87,7 +87,7 @@ lowest: .venv/.test
 	$(BIN)/uv pip install -q --python .venv/lowest --require-hashes -r release/requirements/test.txt
 	$(BIN)/uv pip install -q --python .venv/lowest --require-hashes -r release/requirements/lowest.txt
 	$(BIN)/uv pip install -q --python .venv/lowest --no-deps --no-build-isolation -e .
-	BKCTL_TEST_WITHOUT=java .venv/lowest/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not java and not long' $(FAST)
+	BKCTL_TEST_WITHOUT=java .venv/lowest/bin/pytest -n $(WORKERS) --dist worksteal -m 'not java and not long' $(FAST)
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
