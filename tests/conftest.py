@@ -36,9 +36,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 # Keep the commands of tests out of the user's audit log.
 os.environ["BKCTL_AUDIT_LOG"] = "none"
-# Nor are their servers' tokens kept among the user's; removed at the end.
+# Nor are their servers' tokens, undo files and progress kept among the user's; removed at the end.
 _DATA = tempfile.TemporaryDirectory(prefix="bkctl-test-")
 os.environ["XDG_DATA_HOME"] = _DATA.name
+os.environ["XDG_STATE_HOME"] = _DATA.name
 
 
 # Time limits suit a busy machine. Tests of time-outs name their own.
