@@ -38,7 +38,7 @@ from bkctl.metadata.store import NEW
 from bkctl.replication.holdings import plan_move
 from bkctl.replication.marking import audit_bookies
 
-COUNTS = (2_500, 10_000)
+COUNTS = (5_000, 20_000)
 #: One ledger in ten has a scope of its own.
 SCOPED_SHARE = 10
 BOOKIES = tuple(f"bookie-{number:02}:3181" for number in range(20))
