@@ -139,9 +139,9 @@ class AutoRecoveryThread:
     bookie_id: str
     security: StoreSecurity = NO_SECURITY
     tls: ssl.SSLContext | None = None
-    _is_stopping: threading.Event = field(default_factory=threading.Event)
-    _stop: Signal | None = None
-    _auto_recovery: AutoRecovery | None = None
+    _is_stopping: threading.Event = field(default_factory=threading.Event, init=False)
+    _stop: Signal | None = field(default=None, init=False)
+    _auto_recovery: AutoRecovery | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._persist, name="auto-recovery", daemon=True)

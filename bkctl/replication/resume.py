@@ -50,11 +50,7 @@ class ResumeFile(Closing):
         self._dirty = False
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                problem = f"{path}: another process is writing to it"
-                raise Conflict(problem, hint="wait for that process, or stop it") from error
+            self._lock()
             header = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -87,6 +83,13 @@ class ResumeFile(Closing):
                     os.fsync(file)
             finally:
                 os.close(file)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = f"{self.path}: another process is writing to it"
+            raise Conflict(problem, hint="wait for that process, or stop it") from error
 
     def _read(self, expected: dict[str, Any]) -> bool:
         """Read the file, and truncate an incomplete last line; return False for an empty file."""

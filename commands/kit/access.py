@@ -190,8 +190,8 @@ class Access:
         parse_bookie_addresses(options.bookie_addresses)
         #: The connection that the run has used so far.
         self.opened: Connection | None = None
-        #: By URL: one that is asked again and again warns once.
-        self._bookie_apis: dict[str, BookieApi] = {}
+        #: By URL and time to answer: one that is asked again and again warns once.
+        self._bookie_apis: dict[tuple[str, float], BookieApi] = {}
 
     def connection(self) -> Connection:
         """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
@@ -367,12 +367,12 @@ class Access:
         from bkctl.http.server_url import bookie_url
 
         host, _ = self.bookie_addresses().get(bookie.bookie_id, (None, 0))
-        url = bookie_url(bookie, host)
-        if url not in self._bookie_apis:
-            client = self.http_client(url, is_registered=True)
-            client.timeout_s = client.timeout_s if timeout_s is None else timeout_s
-            self._bookie_apis[url] = BookieApi(client)
-        return self._bookie_apis[url]
+        place = bookie_url(bookie, host), self.timeout_s if timeout_s is None else timeout_s
+        if place not in self._bookie_apis:
+            client = self.http_client(place[0], is_registered=True)
+            client.timeout_s = place[1]
+            self._bookie_apis[place] = BookieApi(client)
+        return self._bookie_apis[place]
 
     def metrics_api(self, bookie: RegisteredBookie) -> BookieApi:
         """Return a bookie's HTTP server, which has `metrics_wait_s` to answer."""

@@ -19,16 +19,17 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from string import ascii_letters, digits
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.redaction import without_user_info
 from bkctl.spark.facts.tables import ROW_GROUP_ROWS, VERSION, arrow_schema, conform
 
+if TYPE_CHECKING:
+    from pyarrow.dataset import Dataset
+
 with suppress(ImportError):  # `_file_system` says that it is not installed.
     import pyarrow as pa
-    import pyarrow.dataset
-    import pyarrow.parquet
     from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 #: Bytes of rows that wait for a row group at most.
@@ -93,8 +94,10 @@ class FactsStore:
         with self._failures("read"):
             return found.to_table(columns=columns)
 
-    def dataset(self, table: str, paths: Iterable[str]) -> pyarrow.dataset.Dataset:
+    def dataset(self, table: str, paths: Iterable[str]) -> Dataset:
         """Return the rows of a table's Parquet files, to be read in parts. Raises NotFound."""
+        import pyarrow.dataset  # A quarter of a second, which jobs without facts do not spend.
+
         files = [f"{self._root}/{path}" for path in paths]
         with self._failures("read"):
             return pyarrow.dataset.dataset(files, arrow_schema(table), format="parquet", filesystem=self._arrow)
@@ -193,6 +196,8 @@ class PartWriter:
     """Writes rows of one table as Parquet, in row groups of a bounded size."""
 
     def __init__(self, stream: Any, table: str, constants: Mapping[str, Any]) -> None:
+        import pyarrow.parquet
+
         self._table, self._constants = table, constants
         self._writer = pyarrow.parquet.ParquetWriter(stream, arrow_schema(table), compression="zstd")
         self._rows: list[pa.Table] = []

@@ -18,11 +18,11 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import LEDGER_COLUMNS
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from pyspark.sql.types import StructType
 
 with suppress(ImportError):  # Sessions and stores of facts say that they are not installed.
     import numpy as np
-    import numpy.typing as npt
     import pyarrow as pa
 
 #: The column that mode permissive adds: file, offset and reason of damage. Null in rows that hold data.
