@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, NotFound, UsageError
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
@@ -76,11 +77,13 @@ class HeldLedger(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The approximate payload bytes of these replicas, for entries of equal size; 0 while the ledger is open."""
+        """The approximate bytes of these replicas as stored, for entries of equal size; 0 while the ledger is open."""
         metadata = self.metadata
         if not metadata.is_closed or metadata.last_entry_id < 0:
             return 0
-        return metadata.length * self.entry_count // (metadata.last_entry_id + 1)
+        header_size = HEADER_SIZE_V2 if self.ledger.is_scoped else HEADER_SIZE_V1
+        overhead = header_size + (metadata.digest_type or DigestType.HMAC).code_length
+        return metadata.length * self.entry_count // (metadata.last_entry_id + 1) + overhead * self.entry_count
 
     def stripes(self) -> Iterator[Stripe]:
         """Yield each write set with entries on the wanted bookies."""

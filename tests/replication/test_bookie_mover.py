@@ -532,6 +532,7 @@ async def test_rate_bounds_all_moves_together(fake_cluster):
         _, mover = await move(cluster, client, "b0", pace=Pace(bytes_per_s=2000))
         # The first entry of all goes at once.
         assert mover.progress.entry_count == 15
+        assert mover.progress.plan.size_bytes == mover.progress.size_bytes
         assert time.monotonic() - began >= (mover.progress.size_bytes - 200) / 2000 * 0.9
 
 
