@@ -241,6 +241,8 @@ def error_report(error: BaseException) -> ErrorReport:
         return ErrorReport(name[:1].lower() + name[1:], error.exit_code, error.message, error.hint)
     if isinstance(error, _ParserError):
         return ErrorReport("usage", error.exit_code, *_parser_error(error))
+    if isinstance(error, MemoryError):
+        return ErrorReport("ENOMEM", 1, "Not enough memory", "raise the limit of this process ('ulimit -v')")
     if isinstance(error, OSError):
         text = error.strerror or str(error)
         where = ": ".join(str(name) for name in (error.filename, error.filename2) if name is not None)

@@ -193,6 +193,7 @@ def command(
         def invoke(**values: Any) -> None:
             context: typer.Context = values.pop("typer_context")
             session: Session = context.find_root().obj
+            session.command = context.command_path
             global_values = {param.name: values.pop(param.name) for param in global_options}
             run = Run(session, read_options(global_values))
             if run.out.selection != ALL or run.out.output is Output.ID:

@@ -118,6 +118,6 @@ class Consent:
         return state_directory(os.environ) / "undo"
 
     def _new_undo_file(self) -> Path:
-        name = "-".join(word for word in self._session.words[:2] if word.isalpha())
+        name = "-".join(self._session.command.split()[1:3])
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        return self.undo_directory / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
+        return self.undo_directory / f"{moment}-{name}-{os.urandom(3).hex()}.ndjson"

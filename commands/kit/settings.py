@@ -272,6 +272,8 @@ class Session:
     """One invocation: its words, and the options before the group. Kept in Typer's context."""
 
     words: list[str] = field(default_factory=list)
+    #: The name of the command, as `bkctl ledger delete`.
+    command: str = "bkctl"
     began_at: float = field(default_factory=time.monotonic)
     globals: GlobalOptions = field(default_factory=GlobalOptions)
     verbose: bool = False

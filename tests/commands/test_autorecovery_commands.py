@@ -87,12 +87,13 @@ def test_changes_are_undone_and_done_again_by_the_last_undo_file(
 
 
 def test_a_command_that_changed_nothing_is_not_the_last_one(cli: Cli, store: Cluster) -> None:
-    first = cli("autorecovery", "disable")
+    first = cli("--no-color", "autorecovery", "disable")
     again = cli("autorecovery", "disable")
     assert ("Undo it with" in first.err, "Undo it with" in again.err) == (True, False)
     [row] = cli("metadata", "undo", "--list", "-o", "ndjson").rows
     refused = '{"path":"underreplication/disable","before":null,"after":""}\n{"void":"underreplication/disable"}\n'
     kept = Path(row["file"])
+    assert "-autorecovery-disable-" in kept.name
     (kept.parent / "29990101T000000Z-of-an-older-bkctl.ndjson").write_text(
         kept.read_text().partition("\n")[0].replace(row["time"], "2999-01-01T00:00:00Z") + f"\n{refused}"
     )

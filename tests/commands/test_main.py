@@ -236,6 +236,7 @@ def test_operating_system_errors_have_exit_codes() -> None:
     for number, code in codes.items():
         assert error_report(OSError(number, "x")).exit_code == code
     assert error_report(TimeoutError()).exit_code == 6
+    assert error_report(MemoryError()).line.startswith("Not enough memory; ")
     report = error_report(OSError(errno.EACCES, "Permission denied", "/x"))
     assert (report.line, report.exit_code, report.code) == ("/x: Permission denied", 1, "EACCES")
     assert set(codes.values()) <= set(EXIT_CODES)
