@@ -263,7 +263,7 @@ class Inquiry:
         if used is not None:
             why.fact(f"{used:g}% of its ledger disks are used", "its answer")
         vitals = without_moved(self.cluster, self.vitals_of(list(self.bookies.values())))
-        threshold = _threshold(self, bookie)
+        threshold, _ = _threshold(self, bookie)
         is_full = bookie_id in full_bookies(vitals) or (used is not None and used > threshold)
         is_slow = False
         for finding in vitals_findings(vitals, {bookie_id} if is_full else ()):
@@ -391,9 +391,11 @@ class Inquiry:
         [space] = await member_space(self.bookkeeper, [bookie])
         if space.error is not None:
             raise space.error
-        threshold = _threshold(self, bookie)
+        threshold, is_default = _threshold(self, bookie)
         used = space.used_percent or 0.0
         why.verdict = f"{used:g}% of its ledger disks are used; it is read-only from {threshold:g}% on"
+        if is_default:
+            why.verdict += ", if it has the default limit: its own is not known"
         why.fact(why.verdict, "its answer and its settings")
         held, _ = self._holdings(bookie_id)
         why.fact(f"Ledgers that name it: {len(held):,}", "metadata")
@@ -434,12 +436,12 @@ class Inquiry:
         return why
 
 
-def _threshold(inquiry: Inquiry, bookie: RegisteredBookie) -> float:
-    """Return the percentage from which the bookie is read-only, by its settings, else Apache's default."""
+def _threshold(inquiry: Inquiry, bookie: RegisteredBookie) -> tuple[float, bool]:
+    """Return the percentage from which the bookie is read-only, and whether it is the default for unknown settings."""
     try:
-        return 100 * float(inquiry.api_of(bookie).config().get("diskUsageThreshold", 0.95))
+        return 100 * float(inquiry.api_of(bookie).config().get("diskUsageThreshold", 0.95)), False
     except (BkctlError, TypeError, ValueError):
-        return 95.0
+        return 95.0, True
 
 
 def _is_stopped(pid: int) -> bool:

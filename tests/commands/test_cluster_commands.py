@@ -190,9 +190,16 @@ def test_status_shows_one_row_for_each_member(cluster: LocalCluster) -> None:
         assert row["version"] == f"bkctl {__version__}"
         assert 0 <= row["freeSpace"] <= row["totalSpace"]
         assert row["ledgerCount"] >= 0
-    code, seen = shell.terminal("--no-color", "cluster", "status", "--threshold", 100, "--no-count-ledgers")
+    words = ("cluster", "status", "--threshold", 100, "--no-count-ledgers")
+    code, seen = shell.terminal("--no-color", *words, columns=100)
     assert code == 0
     assert [line.split()[0] for line in seen.splitlines()][:4] == ["BOOKIE", "bookie-0", "bookie-1", "bookie-2"]
+
+
+def test_limits_of_disks_are_not_said_of_a_bookie_that_does_not_tell_them(cluster: LocalCluster) -> None:
+    shell = CommandLine(cluster.metadata_uri)
+    verdict = json.loads(shell("why", "space", "bookie-0", "-o", "json").out)["verdict"]
+    assert verdict.endswith("from 95% on, if it has the default limit: its own is not known")
 
 
 def test_status_of_the_named_cluster_reports_members_that_are_down(cli: Cli, store: Cluster) -> None:
