@@ -146,7 +146,7 @@ def test_bookies_of_two_versions_are_found_until_one_is_left(watched: Watched, t
     (finding,) = watched.health()
     assert finding["code"] == "versions-mixed"
     assert finding["details"]["versions"]["bkctl 0.0.1"] == 1
-    rows = watched.shell(*shlex.split(finding["nextCommand"])[1:], "-o", "ndjson").rows
+    rows = watched.shell(*shlex.split(finding["nextCommand"])[1:], "--threshold", 100, "-o", "ndjson").rows
     assert {row["bookieId"] for row in rows if row["version"] == "bkctl 0.0.1"} == {old.bookie_id}
     old.stop()
     eventually(lambda: not watched.found("versions-mixed"))

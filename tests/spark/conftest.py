@@ -46,7 +46,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.sql.warehouse.dir": str(directory / "warehouse"),
         # Without C2, Java has room for 48 MB of code: Spark fills it, and what is removed is compiled again.
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:ReservedCodeCacheSize=240m "
-        f"-XX:MetaspaceSize=192m -Dderby.system.home={directory}",
+        f"-XX:MetaspaceSize=192m -Dderby.system.home={directory} -Djava.io.tmpdir={directory}",
     }
     builder = SparkSession.builder.master("local[2]").appName("bkctl tests")
     for name, value in settings.items():

@@ -92,7 +92,7 @@ def main(uri: str, read_scope: str, write_scope: str, directory: str) -> None:
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "100",
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
-        f"-Dlog4j2.configurationFile=file:{directory}/log4j2.properties",
+        f"-Djava.io.tmpdir={directory} -Dlog4j2.configurationFile=file:{directory}/log4j2.properties",
     }
     with spark_session("local[2,4]", settings=settings) as spark:
         spark.sparkContext.setLogLevel("INFO")

@@ -72,6 +72,7 @@ def kill_one(directory: Path) -> None:
 def main(master: str, place: str, directory: Path, archive: str) -> None:
     """Run the job and print what came out."""
     bookies = find_bookies([place])
+    options = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Djava.io.tmpdir={directory}"
     settings = {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
@@ -80,8 +81,8 @@ def main(master: str, place: str, directory: Path, archive: str) -> None:
         "spark.sql.shuffle.partitions": "2",
         "spark.scheduler.minRegisteredResourcesRatio": "1.0",
         "spark.cores.max": "2",
-        "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.executor.extraJavaOptions": options,
+        "spark.driver.extraJavaOptions": options,
     }
     with spark_session(master, settings=settings, archives=[archive]) as spark:
         from pyspark.sql import functions as F

@@ -36,7 +36,8 @@ def run_job(directory: Path, **settings: str) -> dict[str, dict[str, Any]]:
     environment = os.environ | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     environment["TMPDIR"] = str(directory)
     environment.pop("SPARK_LOCAL_DIRS", None)
-    settings = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC", **settings}
+    options = f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Djava.io.tmpdir={directory}"
+    settings = {"spark.driver.extraJavaOptions": options, **settings}
     done = subprocess.run(
         [sys.executable, "-c", JOB, json.dumps(settings), directory],
         env=environment, capture_output=True, text=True, check=False,
