@@ -423,14 +423,16 @@ class Inquiry:
                     )
         except BkctlError as error:
             why.fact(f"Its garbage collector is not known: {error}", "its HTTP server")
-        if used > threshold and used < 95:
-            why.way(
-                f"bkctl bookie config --bookie {name} --set diskUsageThreshold=0.97 --set diskUsageWarnThreshold=0.96",
-                f"it is writable until {97 - used:.0f}% more are used, or it restarts; no space is freed",
-            )
         why.way(
             f"{gc} --wait", "frees the logs of deleted ledgers; compaction needs some free space, and reads and writes"
         )
+        if threshold < used < 98:
+            limit = 97 if used < 95 else 99
+            limits = f"--set diskUsageThreshold=0.{limit} --set diskUsageWarnThreshold=0.{limit - 1}"
+            why.way(
+                f"bkctl bookie config --bookie {name} {limits}",
+                f"it is writable until {limit - used:.0f}% more are used, or it restarts; no space is freed",
+            )
         why.way(f"bkctl ledger list --bookie {name} --sort -length --limit 20", "the largest ledgers: to delete some")
         why.way(f"bkctl bookies drain {name} --yes", "moves its replicas to other bookies, which need the space")
         return why
