@@ -295,6 +295,7 @@ def test_steps_of_the_containerfile_make_a_bookie_on_a_read_only_root(image: Chr
     )
     (conf / "bk_server.conf").write_text(
         re.sub(r"(?m)^useHostName.*|^useShort.*", "", settings) + "allowLoopback=true\nadvertisedAddress=127.0.0.1\n"
+        "diskUsageThreshold=0.99\ndiskUsageWarnThreshold=0.98\n"
     )
     final = {step.name: step.text for step in stages()[-1]}
     health = shlex.join(json.loads(final["HEALTHCHECK"].partition(" CMD ")[2]))
