@@ -321,8 +321,8 @@ class Bookie:
         def end(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
             if error is not None:
-                problem = f"Bookie {self.bookie_id} cannot look after its disks: {error!r}"
-                self.state_manager.fail(BkctlError(problem))
+                reason = str(error) if isinstance(error, OSError) else repr(error)
+                self.state_manager.fail(BkctlError(f"Bookie {self.bookie_id} cannot look after its disks: {reason}"))
 
         task.add_done_callback(end)
 

@@ -162,7 +162,12 @@ class DiskSpaceMonitor:
 
     async def check_in_thread(self) -> None:
         """Look at the disks without holding the event loop. Raises OSError."""
-        self._apply(await asyncio.to_thread(self.disks.look))
+        self._apply(await asyncio.to_thread(self._look))
+
+    def _look(self) -> DiskState:
+        for directory in self._storage.journal_directories:
+            self._files.disk_usage(directory)  # a start could not replay the journals of one that is gone
+        return self.disks.look()
 
     def _apply(self, disks: DiskState) -> None:
         state = self._state

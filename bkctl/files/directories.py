@@ -379,12 +379,18 @@ def describe(kind: FileKind, number: int | LedgerId | None, path: Path, *, scope
     """Return a file (or a directory that counts as one) as it is now; None if it was just deleted.
 
     A directory's size is the size of the files in it; 0 for an unknown directory, which may be a whole file system.
+    A link to a missing file counts: reading it fails. Raises BkctlError if the path cannot be looked up.
     """
     try:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError:
+            status = path.lstat()
         is_directory = stat.S_ISDIR(status.st_mode)
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise BkctlError(f"{path} cannot be read: {error.strerror or error}") from error
     size = status.st_size
     if is_directory:
         size = 0 if kind is FileKind.UNKNOWN else _directory_size(path)

@@ -148,6 +148,8 @@ def _file_error(error: OSError | OverflowError, name: str) -> BkctlError:
     if isinstance(error, OverflowError):
         return UsageError(f"{name}: the offset is larger than any file")
     if isinstance(error, FileNotFoundError | NotADirectoryError):
+        if os.path.islink(name):  # no bookie deleted it, so readers must not skip it
+            return BkctlError(f"{name} is a link to a missing file")
         return NotFound(f"{name} does not exist")
     return BkctlError(f"{name} cannot be read: {error.strerror or error}")
 

@@ -578,3 +578,27 @@ def test_entry_log_leaves_a_disk_that_fills_up_under_it(tmp_path: Path, cluster:
 
     on_a_bookie(tmp_path, cluster, body, files, ledger_storage_class=storage_class)
     on_a_bookie(tmp_path, cluster, read, ledger_storage_class=storage_class)
+
+
+@pytest.mark.parametrize("name", ["journal", "a"])
+@pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def test_bookie_that_lost_a_directory_stops_and_names_it(
+    tmp_path: Path, cluster: Cluster, storage_class: str, name: str
+) -> None:
+    """An open journal still takes writes after its directory is gone, but no start would replay them."""
+    lost, kept = tmp_path / name / "current", tmp_path / "kept"
+
+    async def lose(bookie: Bookie, connection: BookieConnection) -> None:
+        assert (await connection.send(add(PLAIN, 0))).status is Status.EOK
+        lost.rename(kept)
+        await asyncio.wait_for(bookie.stopped.wait(), LIMIT_S)
+        assert str(lost) in str(bookie.failure)
+
+    async def read(bookie: Bookie, connection: BookieConnection) -> None:
+        answer: Any = await connection.send(ReadRequest(PLAIN, 0))
+        assert answer.body == add(PLAIN, 0).body
+
+    settings = {"disk_usage_threshold": 1.0, "disk_usage_warn_threshold": 1.0}
+    on_a_bookie(tmp_path, cluster, lose, Files(), ledger_storage_class=storage_class, **settings)
+    kept.rename(lost)
+    on_a_bookie(tmp_path, cluster, read, ledger_storage_class=storage_class)

@@ -294,3 +294,18 @@ def test_a_position_behind_every_file_is_refused(cli: Cli, bookie: Path) -> None
                 4, f"bkctl: {longest} ends at byte {max(sizes)}, before --from-pos {max(sizes) + 1}\n",
             )  # fmt: skip
             assert cli(*words, longest, "--from-pos", max(sizes), *options).code == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["journal list", "journal verify", "journal read", "journal stats", "entrylog list", "entrylog verify",
+     "entrylog show", "entrylog read", "bookie files", "bookie check"],
+)  # fmt: skip
+def test_a_link_to_a_missing_file_is_reported(cli: Cli, bookie: Path, command: str) -> None:
+    """A moved file whose new disk is not mounted is lost to the reader, not deleted by the bookie."""
+    for path in (bookie / "journal/current/a.txn", bookie / "ledgers/current/1f.log"):
+        path.rename(bookie / path.name)
+        path.symlink_to(bookie / "unmounted" / path.name)
+    result = cli(*command.split(), "--dir", bookie / "journal", "--dir", bookie / "ledgers")
+    assert result.code == (3 if command == "bookie check" else 1)
+    assert "is a link to a missing file" in result.err + result.out

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support import golden
 
-from bkctl.errors import NotFound, UsageError
-from bkctl.files.directories import BookieDirectories, FileKind, current_of
+from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories, FileKind, current_of, describe
 from bkctl.formats.index import index_path
 from bkctl.ids import LedgerId
 
@@ -183,3 +185,15 @@ def test_directories_without_bookie_files_are_refused(bookie):
     (bookie / "other/notes.txt").touch()
     with pytest.raises(NotFound, match=r"No files of a bookie in .*other"):
         BookieDirectories.at(bookie / "other").of_a_bookie()
+
+
+def test_a_file_that_cannot_be_looked_up_is_refused_and_not_skipped(bookie, directories, monkeypatch):
+    """A directory with read but without search permission lists its names, and nothing else."""
+
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "lstat", refuse)
+    with pytest.raises(BkctlError, match=r"a\.log cannot be read: Permission denied"):
+        describe(FileKind.ENTRY_LOG, 10, bookie / "l1/current/a.log", scoped=False)
