@@ -115,7 +115,7 @@ class Value:
         return value
 
     def _refuse(self, given: Any, wanted: str) -> UsageError:
-        return UsageError(f"{self.name} must be {wanted}, not {given!r}"[:MESSAGE_LENGTH_MAX])
+        return UsageError(f"{self.name} must be {wanted}, not {json.dumps(given)}"[:MESSAGE_LENGTH_MAX])
 
     def schema(self, *, in_body: bool) -> Schema:
         """Return the JSON schema of the value."""
@@ -148,7 +148,7 @@ class Body:
                 raise UsageError("The request has no body", hint=f"send a JSON object with {self._names()}")
             return {}
         try:
-            found = json.loads(data, parse_constant=_refuse_constant)
+            found = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_each_once)
         except (ValueError, RecursionError):
             raise UsageError("The body is not JSON", hint=f"send a JSON object with {self._names()}") from None
         if not isinstance(found, dict):
@@ -186,6 +186,13 @@ class Body:
         if self.needs_value:
             schema["minProperties"] = 1
         return schema
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise UsageError("The body has a name twice")
+    return found
 
 
 def _refuse_constant(text: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import pytest
 import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -19,10 +20,11 @@ from support.raw_http import call, local_authorization
 from support.servers import REPOSITORY
 from support.waiting import LIMIT_S
 
+from bkctl.errors import UsageError
 from bkctl.http import bookie_metrics
 from bkctl.http.app import ENDPOINTS, OPENAPI_PATH
 from bkctl.http.bookie_endpoints import CHANGEABLE
-from bkctl.http.endpoints import document
+from bkctl.http.endpoints import Body, Value, ValueKind, document
 
 #: Requests to each endpoint.
 EXAMPLES = 12
@@ -106,3 +108,14 @@ def _fuzz(operation: Any, mode: GenerationMode) -> None:
         case.validate_response(response, checks=checks)
 
     ask()
+
+
+def test_a_body_with_a_name_twice_is_refused_in_words_of_json() -> None:
+    body = Body((Value("readOnly", "Whether.", ValueKind.BOOLEAN),))
+    assert body.parse(b'{"readOnly":true}') == {"readOnly": True}
+    for data, problem in (
+        (b'{"readOnly":false,"readOnly":true}', "The body has a name twice"),
+        (b'{"readOnly":null}', "readOnly must be true or false, not null"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            body.parse(data)
