@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.command_line import CommandLine
+from support.command_line import CommandLine, script_of
 from support.waiting import LIMIT_S, eventually
 
 from bkctl.bookie.local import LocalCluster
@@ -116,16 +115,13 @@ class Broken:
 
     def run(self, line: Line) -> None:
         environment = {**os.environ, "B": self.bookie, "L": self.ledger, "C": str(self.conf), "NEW": self.store}
-        # The disk of the machine may be nearly full.
-        command = line.command.replace("bkctl cluster health", "bkctl cluster health --threshold 100")
-        script = f'bkctl() {{ "{sys.executable}" -m bkctl "$@"; }}\n{command}'
         done: subprocess.CompletedProcess[str]
 
         def is_as_told() -> bool:
             nonlocal done
             done = subprocess.run(
-                ["bash", "-ec", script], capture_output=True, text=True, timeout=LIMIT_S, env=environment,
-                cwd=self.directory.parent,
+                ["bash", "-ec", script_of(line.command)], capture_output=True, text=True, timeout=LIMIT_S,
+                env=environment, cwd=self.directory.parent,
             )  # fmt: skip
             return done.returncode == line.code and line.prints.strip() in done.stdout + done.stderr
 

@@ -97,6 +97,8 @@ def made_release(name: str, java: Java, directory: Path, stack: ExitStack) -> Re
     zookeeper.start()
     stack.callback(zookeeper.kill)
     of_bookie, of_recovery = ({**pods[each]["env"]} for each in ("bookie", "recovery"))
+    # The disk of the machine may be nearly full.
+    of_bookie |= dict.fromkeys(("diskUsageLwmThreshold", "diskUsageWarnThreshold", "diskUsageThreshold"), "0.99")
     if "PULSAR_PREFIX_tlsCertFilesRefreshDurationSeconds" in of_bookie:
         of_bookie["PULSAR_PREFIX_tlsCertFilesRefreshDurationSeconds"] = "1"
     release = Release(

@@ -260,6 +260,8 @@ def test_answers_and_files_are_the_same_byte_for_byte(
         ledger_directories=(str(tmp_path / "ledgers"),),
         ledger_storage_class=storage,
         persist_bookie_status_enabled=True,
+        disk_usage_threshold=0.99,
+        disk_usage_warn_threshold=0.98,
     )
 
     async def write() -> None:

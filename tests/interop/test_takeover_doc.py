@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.command_line import script_of
 from support.own_bookies import OwnBookie
 from support.servers import DB, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster, read_ledgers
 from support.waiting import LIMIT_S
@@ -39,8 +39,7 @@ def test_commands_of_the_page_take_over_a_bookie_and_go_back(
     def run(line: str) -> str:
         command, _, expected = line.partition("  #")
         done = subprocess.run(
-            ["bash", "-ec", f'bkctl() {{ "{sys.executable}" -m bkctl "$@"; }}\n{command}'],
-            capture_output=True, text=True, timeout=LIMIT_S, env=environment,
+            ["bash", "-ec", script_of(command)], capture_output=True, text=True, timeout=LIMIT_S, env=environment,
         )  # fmt: skip
         assert done.returncode == 0, (line, done)
         assert expected.strip() in done.stdout + done.stderr, (line, done)
