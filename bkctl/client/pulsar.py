@@ -31,6 +31,7 @@ from bkctl.metadata.pulsar_nodes import (
     TopicNode,
     schema_ledgers,
     schema_of,
+    with_possible,
 )
 from bkctl.metadata.pulsar_topics import Owner, owner_of
 from bkctl.metadata.store import attempt
@@ -673,7 +674,9 @@ async def _read_end(bookkeeper: BookKeeper, ledger_id: int) -> End:
 def _position(payload: bytes, cursor: CursorNode) -> PositionInfo:
     from bkctl.formats.managed_ledger_pb2 import PositionInfo
 
-    return parse_message(PositionInfo, payload, f"position of cursor {cursor.subscription}")
+    where = f"position of cursor {cursor.subscription}"
+    info = parse_message(PositionInfo, payload, where)
+    return with_possible(info, [each.value for each in info.properties if each.name == COMPACTED_PROPERTY], where)
 
 
 def totals(topics: Iterable[TopicState], name_of: Callable[[TopicNode], str]) -> Iterator[Total]:

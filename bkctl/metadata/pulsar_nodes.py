@@ -6,22 +6,20 @@ Source: MetaStoreImpl (`/managed-ledgers/TENANT/NAMESPACE/persistent/TOPIC/CURSO
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice, tee
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from urllib.parse import unquote_plus
 
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, Corrupt
 from bkctl.formats.managed_ledger import parse_message
 from bkctl.metadata.pulsar_topics import topic_of
 from bkctl.metadata.store import AbsolutePath, MetadataStore, attempt
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo, SchemaLocator
 
-    M = TypeVar("M", bound=Message)
+    F = TypeVar("F")
 
 MANAGED_LEDGERS: Final = "/managed-ledgers"
 SCHEMAS: Final = "/schemas"
@@ -59,7 +57,7 @@ class CursorNode(NamedTuple):
         """Yield key and ledger of the snapshots of delayed delivery. Source: ImmutableBucket."""
         for each in self.info.cursorProperties:
             if each.name.startswith(_BUCKET_PREFIX) and each.value.isdecimal():
-                yield each.name, int(each.value)
+                yield each.name, int(each.value[:20])  # So many digits are too many for an id already.
 
     def compacted_ledger_id(self) -> int | None:
         """The ledger of compacted messages that the node names."""
@@ -114,7 +112,7 @@ class PulsarNodes:
         """
         home = getattr(self.store, "root", "").rpartition("/")[0]
         places = {"", home}
-        for top in ("", home):
+        for top in {"", home, self.root.rpartition("/")[0]}:
             names = attempt(self.store.children, AbsolutePath(top or "/"), limit=_PLACES_MAX)
             places |= {f"{top}/{name}" for name in names or ()} if not isinstance(names, BkctlError) else set()
 
@@ -173,7 +171,11 @@ class PulsarNodes:
             if isinstance(parsed, BkctlError):
                 yield parsed
             else:
-                yield TopicNode(name, parsed, found.ctime_ms, tuple(read), tuple(errors))
+                ids = [each.ledgerId for each in parsed.ledgerInfo]
+                ids += [each for cursor in read for _, each in cursor.buckets()]
+                ids += [each.compacted_ledger_id() or 0 for each in read]
+                topic = TopicNode(name, parsed, found.ctime_ms, tuple(read), tuple(errors))
+                yield attempt(with_possible, topic, ids, f"topic {topic.topic}")
 
     def topic(self, name: str) -> TopicNode | None:
         """Return a managed ledger, None for a missing one. Raises Corrupt, Unsupported."""
@@ -202,12 +204,20 @@ class PulsarNodes:
     def schema(self, name: str) -> SchemaLocator | None:
         """Return the places of a schema's versions, None for a missing schema. Raises Corrupt."""
         found = self.store.get(self.path(SCHEMAS, name))
-        return self._locator(found.value, name) if found is not None and found.value else None
+        return self._locator(found.value, name) if found is not None else None
 
     def _locator(self, value: bytes, name: str) -> SchemaLocator:
         from bkctl.formats.managed_ledger_pb2 import SchemaLocator
 
-        return parse_message(SchemaLocator, value, f"schema {name}")
+        locator = parse_message(SchemaLocator, value, f"schema {name}")
+        return with_possible(locator, schema_ledgers(locator), f"schema {name}")
+
+
+def with_possible(found: F, ledger_ids: Iterable[int], where: str) -> F:
+    """Return `found`, which names these ledgers. Raises Corrupt for ids that are not Java's longs from 0 on."""
+    if wrong := [each for each in ledger_ids if not 0 <= each < 1 << 63]:
+        raise Corrupt(f"{where} names a ledger with an impossible id, {wrong[0]}")
+    return found
 
 
 def schema_ledgers(locator: SchemaLocator) -> dict[int, int]:
