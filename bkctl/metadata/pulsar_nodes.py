@@ -14,7 +14,7 @@ from urllib.parse import unquote_plus
 from bkctl.errors import BkctlError, Corrupt
 from bkctl.formats.managed_ledger import parse_message
 from bkctl.metadata.pulsar_topics import topic_of
-from bkctl.metadata.store import AbsolutePath, MetadataStore, attempt
+from bkctl.metadata.store import INVALID_NAMES_MAX, PATH_LENGTH_MAX, AbsolutePath, MetadataStore, attempt
 
 if TYPE_CHECKING:
     from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo, SchemaLocator
@@ -143,6 +143,14 @@ class PulsarNodes:
         names = self.names(below)
         while batch := list(islice(names, _BATCH_COUNT)):
             yield from self._batch(batch)
+        yield from self._hidden(self.path(MANAGED_LEDGERS))
+
+    def _hidden(self, place: str) -> list[BkctlError]:
+        """Return an error for each node below `place` that was met and that no path can name."""
+        names, start = self.store.invalid_names, f"{place}/"[1:PATH_LENGTH_MAX]
+        is_full = len(names) >= INVALID_NAMES_MAX  # The store noted no more.
+        found = names[-1:] if is_full else (each for each in names if each.lstrip("/").startswith(start))
+        return [Corrupt(f"The node {each!r} cannot be read: no path can name it") for each in found]
 
     def _batch(self, names: list[str]) -> Iterator[TopicNode | BkctlError]:
         from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo
@@ -154,7 +162,7 @@ class PulsarNodes:
         # The topics come after their cursors: what is deleted meanwhile is not taken for a topic without cursors.
         for name, each, found in zip(names, cursors, list(self.store.get_many(paths)), strict=True):
             read: list[CursorNode] = []
-            errors: list[BkctlError] = []
+            errors = self._hidden(self.path(MANAGED_LEDGERS, name))
             for cursor in each:
                 value = next(values)
                 if value is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import threading
 import time
 from abc import abstractmethod
@@ -409,7 +410,7 @@ class MetadataStore(Closing):
         """The nodes that `children` and `children_many` left out so far, because no path can name them.
 
         Other programs create them: control characters, `..`, bytes that are not UTF-8 (shown as `\\xff`), a path above
-        PATH_LENGTH_MAX (cut). The first INVALID_NAMES_MAX of this object, in the order found.
+        PATH_LENGTH_MAX (cut) that is no AbsolutePath. The first INVALID_NAMES_MAX of this object, in the order found.
         """
         return list(self._invalid_names or ())
 
@@ -418,7 +419,7 @@ class MetadataStore(Closing):
 
         Bytes that are not UTF-8 are surrogates in the names (`surrogateescape`).
         """
-        length_max = PATH_LENGTH_MAX - len(path) - 1
+        length_max = sys.maxsize if isinstance(path, AbsolutePath) else PATH_LENGTH_MAX - len(path) - 1
         joined = "/".join(names)
         if (
             joined.isprintable()  # much faster than a look at each name
@@ -429,10 +430,11 @@ class MetadataStore(Closing):
             return names
         valid = []
         for name in names:
-            child = f"{path}/{name}" if path else name
-            if "/" not in name and is_path(child.removeprefix("/")):
+            is_reserved = "/" in name or name in _RESERVED_NAMES
+            if not is_reserved and not _UNPRINTABLE.search(name) and len(name) <= length_max:
                 valid.append(name)
                 continue
+            child = f"{path}/{name}" if path else name
             if self._invalid_names is None:
                 self._invalid_names = {}
             if len(self._invalid_names) < INVALID_NAMES_MAX:
