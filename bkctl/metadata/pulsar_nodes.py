@@ -6,9 +6,9 @@ Source: MetaStoreImpl (`/managed-ledgers/TENANT/NAMESPACE/persistent/TOPIC/CURSO
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice, tee
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote_plus
 
 from bkctl.errors import BkctlError, Corrupt
@@ -18,8 +18,6 @@ from bkctl.metadata.store import INVALID_NAMES_MAX, PATH_LENGTH_MAX, AbsolutePat
 
 if TYPE_CHECKING:
     from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo, SchemaLocator
-
-    F = TypeVar("F")
 
 MANAGED_LEDGERS: Final = "/managed-ledgers"
 SCHEMAS: Final = "/schemas"
@@ -86,6 +84,15 @@ class TopicNode(NamedTuple):
     def tenant(self) -> str:
         return self.name.split("/")[0]
 
+    @property
+    def named(self) -> set[int]:
+        """The ledgers that the nodes name: of messages, cursors and buckets, and compacted ones."""
+        found = {each.ledgerId for each in self.info.ledgerInfo}
+        for cursor in self.cursors:
+            found |= {each for each in (cursor.ledger_id, cursor.compacted_ledger_id()) if each is not None}
+            found.update(bucket for _, bucket in cursor.buckets())
+        return found
+
 
 class PulsarNodes:
     """Reads the nodes below Pulsar's `root` ("" is the top) in the store of a cluster."""
@@ -146,11 +153,11 @@ class PulsarNodes:
         yield from self._hidden(self.path(MANAGED_LEDGERS))
 
     def _hidden(self, place: str) -> list[BkctlError]:
-        """Return an error for each node below `place` that was met and that no path can name."""
+        """Return an error for the first node below `place` that was met and that no path can name."""
         names, start = self.store.invalid_names, f"{place}/"[1:PATH_LENGTH_MAX]
-        is_full = len(names) >= INVALID_NAMES_MAX  # The store noted no more.
-        found = names[-1:] if is_full else (each for each in names if each.lstrip("/").startswith(start))
-        return [Corrupt(f"The node {each!r} cannot be read: no path can name it") for each in found]
+        if len(names) < INVALID_NAMES_MAX:  # Else the store noted no more.
+            names = [each for each in names if each.lstrip("/").startswith(start)]
+        return [Corrupt(f"The node {each!r} cannot be read: no path can name it") for each in names[:1]]
 
     def _batch(self, names: list[str]) -> Iterator[TopicNode | BkctlError]:
         from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo
@@ -179,11 +186,9 @@ class PulsarNodes:
             if isinstance(parsed, BkctlError):
                 yield parsed
             else:
-                ids = [each.ledgerId for each in parsed.ledgerInfo]
-                ids += [each for cursor in read for _, each in cursor.buckets()]
-                ids += [each.compacted_ledger_id() or 0 for each in read]
                 topic = TopicNode(name, parsed, found.ctime_ms, tuple(read), tuple(errors))
-                yield attempt(with_possible, topic, ids, f"topic {topic.topic}")
+                wrong = [each for each in topic.named if not 0 <= each < 1 << 63]  # Java's longs from 0 on are right.
+                yield Corrupt(f"topic {topic.topic} names the impossible ledger {wrong[0]}") if wrong else topic
 
     def topic(self, name: str) -> TopicNode | None:
         """Return a managed ledger, None for a missing one. Raises Corrupt, Unsupported."""
@@ -218,14 +223,9 @@ class PulsarNodes:
         from bkctl.formats.managed_ledger_pb2 import SchemaLocator
 
         locator = parse_message(SchemaLocator, value, f"schema {name}")
-        return with_possible(locator, schema_ledgers(locator), f"schema {name}")
-
-
-def with_possible(found: F, ledger_ids: Iterable[int], where: str) -> F:
-    """Return `found`, which names these ledgers. Raises Corrupt for ids that are not Java's longs from 0 on."""
-    if wrong := [each for each in ledger_ids if not 0 <= each < 1 << 63]:
-        raise Corrupt(f"{where} names a ledger with an impossible id, {wrong[0]}")
-    return found
+        if (first := min(schema_ledgers(locator))) < 0:
+            raise Corrupt(f"schema {name} names the impossible ledger {first}")
+        return locator
 
 
 def schema_ledgers(locator: SchemaLocator) -> dict[int, int]:
