@@ -327,19 +327,13 @@ class Inventory(Closing):
         if topic is None:
             return None
         self.errors += topic.errors
-        named = {each.ledgerId for each in topic.info.ledgerInfo}
-        named |= {each.ledger_id for each in topic.cursors if each.ledger_id is not None}
-        named |= {each for cursor in topic.cursors for _, each in cursor.buckets()}
-        self.list_ledgers(sorted(named))
+        self.list_ledgers(sorted(topic.named))
         ends = self._ends([topic])
-        compacted = self._compacted(topic, ends)
-        if compacted is not None:
+        cursors = (each for each in topic.cursors if each.name == COMPACTION_CURSOR)
+        compacted = next((self._cursor(each, [], ends).compacted_ledger_id for each in cursors), None)
+        if compacted is not None and compacted not in topic.named:
             self.list_ledgers([compacted])
         return self._state(topic, ends)
-
-    def _compacted(self, topic: TopicNode, ends: Mapping[int, End | BkctlError]) -> int | None:
-        cursors = (each for each in topic.cursors if each.name == COMPACTION_CURSOR)
-        return next((self._cursor(each, [], ends).compacted_ledger_id for each in cursors), None)
 
     def _ends(self, topics: Iterable[TopicNode]) -> Mapping[int, End | BkctlError]:
         """Read the ends of ledgers that hold positions, and of the ledgers that the topics write."""
@@ -503,13 +497,8 @@ class Inventory(Closing):
             return False
         if topic.errors:
             raise topic.errors[0]
-        if any(each.ledgerId == ledger_id for each in topic.info.ledgerInfo):
+        if ledger_id in topic.named:
             return True
-        for cursor in topic.cursors:
-            if ledger_id in (cursor.ledger_id, cursor.compacted_ledger_id()):
-                return True
-            if any(ledger_id == bucket for _, bucket in cursor.buckets()):
-                return True
         if owner.kind != "compacted-ledger":
             return False
         compaction = [each for each in topic.cursors if each.name == COMPACTION_CURSOR]

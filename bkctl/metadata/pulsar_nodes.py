@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice, tee
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote_plus
 
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, Corrupt
 from bkctl.formats.managed_ledger import parse_message
 from bkctl.metadata.pulsar_topics import topic_of
-from bkctl.metadata.store import AbsolutePath, MetadataStore, attempt
+from bkctl.metadata.store import INVALID_NAMES_MAX, PATH_LENGTH_MAX, AbsolutePath, MetadataStore, attempt
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo, SchemaLocator
-
-    M = TypeVar("M", bound=Message)
 
 MANAGED_LEDGERS: Final = "/managed-ledgers"
 SCHEMAS: Final = "/schemas"
@@ -59,7 +55,7 @@ class CursorNode(NamedTuple):
         """Yield key and ledger of the snapshots of delayed delivery. Source: ImmutableBucket."""
         for each in self.info.cursorProperties:
             if each.name.startswith(_BUCKET_PREFIX) and each.value.isdecimal():
-                yield each.name, int(each.value)
+                yield each.name, int(each.value[:20])  # So many digits are too many for an id already.
 
     def compacted_ledger_id(self) -> int | None:
         """The ledger of compacted messages that the node names."""
@@ -88,6 +84,15 @@ class TopicNode(NamedTuple):
     def tenant(self) -> str:
         return self.name.split("/")[0]
 
+    @property
+    def named(self) -> set[int]:
+        """The ledgers that the nodes name: of messages, cursors and buckets, and compacted ones."""
+        found = {each.ledgerId for each in self.info.ledgerInfo}
+        for cursor in self.cursors:
+            found |= {each for each in (cursor.ledger_id, cursor.compacted_ledger_id()) if each is not None}
+            found.update(bucket for _, bucket in cursor.buckets())
+        return found
+
 
 class PulsarNodes:
     """Reads the nodes below Pulsar's `root` ("" is the top) in the store of a cluster."""
@@ -114,7 +119,7 @@ class PulsarNodes:
         """
         home = getattr(self.store, "root", "").rpartition("/")[0]
         places = {"", home}
-        for top in ("", home):
+        for top in {"", home, self.root.rpartition("/")[0]}:
             names = attempt(self.store.children, AbsolutePath(top or "/"), limit=_PLACES_MAX)
             places |= {f"{top}/{name}" for name in names or ()} if not isinstance(names, BkctlError) else set()
 
@@ -145,6 +150,14 @@ class PulsarNodes:
         names = self.names(below)
         while batch := list(islice(names, _BATCH_COUNT)):
             yield from self._batch(batch)
+        yield from self._hidden(self.path(MANAGED_LEDGERS))
+
+    def _hidden(self, place: str) -> list[BkctlError]:
+        """Return an error for the first node below `place` that was met and that no path can name."""
+        names, start = self.store.invalid_names, f"{place}/"[1:PATH_LENGTH_MAX]
+        if len(names) < INVALID_NAMES_MAX:  # Else the store noted no more.
+            names = [each for each in names if each.lstrip("/").startswith(start)]
+        return [Corrupt(f"The node {each!r} cannot be read: no path can name it") for each in names[:1]]
 
     def _batch(self, names: list[str]) -> Iterator[TopicNode | BkctlError]:
         from bkctl.formats.managed_ledger_pb2 import ManagedCursorInfo, ManagedLedgerInfo
@@ -156,7 +169,7 @@ class PulsarNodes:
         # The topics come after their cursors: what is deleted meanwhile is not taken for a topic without cursors.
         for name, each, found in zip(names, cursors, list(self.store.get_many(paths)), strict=True):
             read: list[CursorNode] = []
-            errors: list[BkctlError] = []
+            errors = self._hidden(self.path(MANAGED_LEDGERS, name))
             for cursor in each:
                 value = next(values)
                 if value is None:
@@ -173,7 +186,9 @@ class PulsarNodes:
             if isinstance(parsed, BkctlError):
                 yield parsed
             else:
-                yield TopicNode(name, parsed, found.ctime_ms, tuple(read), tuple(errors))
+                topic = TopicNode(name, parsed, found.ctime_ms, tuple(read), tuple(errors))
+                wrong = [each for each in topic.named if not 0 <= each < 1 << 63]  # Java's longs from 0 on are right.
+                yield Corrupt(f"topic {topic.topic} names the impossible ledger {wrong[0]}") if wrong else topic
 
     def topic(self, name: str) -> TopicNode | None:
         """Return a managed ledger, None for a missing one. Raises Corrupt, Unsupported."""
@@ -202,12 +217,15 @@ class PulsarNodes:
     def schema(self, name: str) -> SchemaLocator | None:
         """Return the places of a schema's versions, None for a missing schema. Raises Corrupt."""
         found = self.store.get(self.path(SCHEMAS, name))
-        return self._locator(found.value, name) if found is not None and found.value else None
+        return self._locator(found.value, name) if found is not None else None
 
     def _locator(self, value: bytes, name: str) -> SchemaLocator:
         from bkctl.formats.managed_ledger_pb2 import SchemaLocator
 
-        return parse_message(SchemaLocator, value, f"schema {name}")
+        locator = parse_message(SchemaLocator, value, f"schema {name}")
+        if (first := min(schema_ledgers(locator))) < 0:
+            raise Corrupt(f"schema {name} names the impossible ledger {first}")
+        return locator
 
 
 def schema_ledgers(locator: SchemaLocator) -> dict[int, int]:

@@ -409,7 +409,7 @@ class MetadataStore(Closing):
         """The nodes that `children` and `children_many` left out so far, because no path can name them.
 
         Other programs create them: control characters, `..`, bytes that are not UTF-8 (shown as `\\xff`), a path above
-        PATH_LENGTH_MAX (cut). The first INVALID_NAMES_MAX of this object, in the order found.
+        PATH_LENGTH_MAX (cut; below an AbsolutePath a name). The first INVALID_NAMES_MAX of this object, as found.
         """
         return list(self._invalid_names or ())
 
@@ -418,7 +418,8 @@ class MetadataStore(Closing):
 
         Bytes that are not UTF-8 are surrogates in the names (`surrogateescape`).
         """
-        length_max = PATH_LENGTH_MAX - len(path) - 1
+        is_foreign = isinstance(path, AbsolutePath)
+        length_max = PATH_LENGTH_MAX - (0 if is_foreign else len(path) + 1)
         joined = "/".join(names)
         if (
             joined.isprintable()  # much faster than a look at each name
@@ -430,7 +431,7 @@ class MetadataStore(Closing):
         valid = []
         for name in names:
             child = f"{path}/{name}" if path else name
-            if "/" not in name and is_path(child.removeprefix("/")):
+            if "/" not in name and is_path(f"_/{name}" if is_foreign else child.removeprefix("/")):
                 valid.append(name)
                 continue
             if self._invalid_names is None:

@@ -294,7 +294,9 @@ def migrate(
     prepare_target(target, source, dry_run=run.dry_run)
     recorded = target if plan.is_new else run.record(target, elsewhere=True).recorded()
     imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=run.dry_run)
-    differences = 0 if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
+    differing = imported.conflicts if run.dry_run else []
+    run.out.error(*(f"{name}: {_WHERE['differs']}" for name in differing[:NAMES_SHOWN_MAX]))
+    differences = len(differing) if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
     between = f"between {run.cluster.uri} and {target.uri}"
     run.out.finish_with(differences, f"difference {between}", f"differences {between}")

@@ -320,6 +320,9 @@ def test_overwriting_a_target_is_undone_there(cli: Cli, store: Cluster, tmp_path
     assert cli("metadata", "migrate", "--to", target, "--live").code == 0
     with open_cluster(target) as copy:
         copy.store.put(f"cookies/{BOOKIES[2]}", b"other", None)
+    planned = cli("metadata", "migrate", "--to", target, "--live", "--dry-run")
+    assert (planned.code, BOOKIES[2] in planned.err) == (3, True)
+    assert cli("metadata", "migrate", "--to", target, "--live", "--dry-run", "--overwrite").code == 0
     kept = cli("metadata", "migrate", "--to", target, "--live")
     assert kept.code == 3
     assert BOOKIES[2] in kept.err

@@ -295,3 +295,38 @@ def test_deeply_nested_text_is_a_damaged_topic(cli: Cli, pulsar: PulsarStore) ->
     pulsar.put(f"managed-ledgers/{ORDERS}", b"ledgerInfo " + b"{ ledgerInfo " * 5000)
     found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")
     assert [row["code"] for row in found.rows] == ["unreadable"]
+
+
+def test_a_pulsar_beside_the_one_of_the_root_is_seen(cli: Cli, store: Cluster) -> None:
+    pulsar = PulsarStore(store, BOOKIES[:2])
+    pulsar.ledger(10, messages_of(ORDERS))
+    pulsar.ledger(20, messages_of("t/n/persistent/x"))
+    info = pulsar.topic("a", 10).SerializeToString()
+    pulsar.cluster.store.delete("managed-ledgers/a")
+    pulsar.put(f"pulsar/a/managed-ledgers/{ORDERS}", info)
+    pulsar.put("pulsar/b/managed-ledgers/t/n/persistent/x", b"")
+    found = cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s", "--pulsar-root", "/pulsar/a")
+    assert (found.code, "Topics are also at /pulsar/b" in found.err) == (5, True)
+
+
+@pytest.mark.parametrize("node", ["topic", "bucket", "compacted", "schema", "emptied schema"])
+def test_impossible_ids_are_damage_and_stop_nothing(cli: Cli, pulsar: PulsarStore, node: str) -> None:
+    pulsar.ledger(20, messages_of("public/default/persistent/deleted"))
+    if node == "topic":
+        pulsar.topic(ORDERS, -5, 11)
+    elif node == "bucket":
+        value = {"name": "#pulsar.internal.delayed.bucket_1_2", "value": "9" * 5000}
+        pulsar.cursor(ORDERS, "slow+one", at=(10, 3), cursorProperties=[value])
+    elif node == "compacted":
+        properties = [{"name": "CompactedTopicLedger", "value": -1}]
+        pulsar.cursor(ORDERS, "__compaction", at=(11, 9), properties=properties)
+    elif node == "schema":
+        pulsar.schema("public/default/orders", -3)
+    else:
+        pulsar.put("schemas/public/default/orders", b"")
+    found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")
+    assert [(row["code"], row["ledgerId"]) for row in found.rows] == [("orphan", "20"), ("unreadable", None)]
+    assert cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s").code == 3
+    left = {ledger.ledger_id for ledger in pulsar.cluster.ledgers.ledgers(0)}
+    assert left >= {10, 11, 12, 13, 14}
+    assert 20 not in left

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, tee
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, LedgerNotFound
+from bkctl.errors import BkctlError, Conflict, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, is_bookie_id
 from bkctl.metadata.admin.nuke import CLUSTER_NODE
@@ -215,9 +215,11 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
 
 
 def remove_orphans(cluster: Cluster, orphans: Iterable[Orphan]) -> None:
-    """Remove removable orphans, and all nodes below them."""
+    """Remove removable orphans, and all nodes below them. Raises Conflict if scopes are the cluster's by now."""
     store = cluster.store
     for orphan in orphans:
+        if orphan.path == SCOPES and cluster.ledgers.scopes_state() == "ours":
+            raise Conflict(f"{SCOPES} has ledgers of this cluster by now, and stays", hint="list the orphans again")
         for path in _leaves_first(store, orphan.path):
             found = store.get(path)
             if found is not None and orphan.ledger is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bkctl.errors import Conflict
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -17,6 +18,7 @@ from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_find
 from bkctl.metadata.admin.ledger_changes import replace_bookie
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.ledgers import SCOPES
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, LedgerMarks
 
@@ -153,6 +155,18 @@ def test_orphans_are_listed_and_removable_ones_removed(cluster: Cluster) -> None
     for each in found[:2]:
         remove_orphans(cluster, [each])
     assert [ledger for ledger, _ in marks.list(None)] == [SCOPED]
+
+
+def test_scopes_that_the_cluster_took_since_the_listing_stay(zookeeper: Any) -> None:
+    with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
+        cluster.ledgers.create(SCOPED, GOOD)
+        cluster.store.put(SCOPES, b"another cluster", None)
+        found = list(orphans(cluster))
+        assert [(each.code, each.removable) for each in found] == [("foreign-scopes", True)]
+        cluster.store.put(SCOPES, cluster.instance_id().encode(), None)
+        with pytest.raises(Conflict):
+            remove_orphans(cluster, found)
+        assert list(cluster.ledgers.ledgers(7)) == [SCOPED]
 
 
 def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Cluster) -> None:
