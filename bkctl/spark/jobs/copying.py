@@ -53,6 +53,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import attempt
 from bkctl.spark.internals import matching_uris, qualified_uri
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, map_rows, rows_in_tasks, task_slots
 from bkctl.spark.sources import ledgers as ledger_source
@@ -168,20 +169,18 @@ class LedgerCopy:
         Raises Conflict if another ledger has the id, or the copy is in recovery; NotEnoughBookies, ….
         """
         bookkeeper, ledgers, target = self._client.bookkeeper, self._client.cluster.ledgers, self.target
-        marked = {**self._shape.custom_metadata, SOURCE_KEY: self.source.qualified_name.encode()}
-        try:
-            found = ledgers.read(target)
-        except LedgerNotFound:
+        found = _copy_at(self._client.cluster, self.source, target)
+        if found is None:
+            marked = {**self._shape.custom_metadata, SOURCE_KEY: self.source.qualified_name.encode()}
             self._handle = await bookkeeper.create_ledger_adv(
                 target.ledger_id, ledger_scope_id=target.scope_id, password=self._password,
                 **self._shape._replace(custom_metadata=marked)._asdict(),
             )  # fmt: skip
             return
-        custom = found.metadata.custom_metadata
-        if custom.get(SOURCE_KEY) != marked[SOURCE_KEY]:
-            raise Conflict(f"Ledger {target} exists, and is not a copy of ledger {self.source}")
         metadata = found.metadata
-        if metadata.is_closed and (HASH_KEY in custom or metadata.last_entry_id + 1 >= self.entry_count):
+        if metadata.is_closed and (
+            HASH_KEY in metadata.custom_metadata or metadata.last_entry_id + 1 >= self.entry_count
+        ):
             self.closed = found
             return
         if metadata.state is LedgerState.IN_RECOVERY:
@@ -245,6 +244,26 @@ class LedgerCopy:
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT
         return CopyResult(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
+
+
+def _copy_at(cluster: Cluster, source: LedgerId, target: LedgerId) -> VersionedMetadata | None:
+    """Return the copy of `source` that exists, None without one. Raises Conflict for another ledger with its id."""
+    try:
+        found = cluster.ledgers.read(target)
+    except LedgerNotFound:
+        return None
+    if found.metadata.custom_metadata.get(SOURCE_KEY) != source.qualified_name.encode():
+        raise Conflict(f"Ledger {target} exists, and is not a copy of ledger {source}")
+    return found
+
+
+def _foreseen(cluster: Cluster, planned: CopyResult) -> CopyResult:
+    """Return the result of a dry run: PRESENT for a verified copy, FAILED where another ledger has the id."""
+    found = attempt(_copy_at, cluster, planned.source, planned.target)
+    if isinstance(found, BkctlError):
+        return CopyResult(planned.source, planned.target, FAILED, message=str(found))
+    sha256 = None if found is None else found.metadata.custom_metadata.get(HASH_KEY)
+    return planned if sha256 is None else planned._replace(state=PRESENT, sha256=sha256.decode("ascii", "replace"))
 
 
 def refuse_speculation(spark: SparkSession) -> None:
@@ -373,7 +392,8 @@ def _plan(
             results.append(CopyResult(source, target, OPEN, message=f"Ledger {source} is not closed"))
         elif dry_run:
             metadata = found.metadata
-            results.append(CopyResult(source, target, PLANNED, metadata.last_entry_id + 1, metadata.length))
+            planned = CopyResult(source, target, PLANNED, metadata.last_entry_id + 1, metadata.length)
+            results.append(_foreseen(cluster, planned))
         else:
             work.append((found.metadata.length + _LEDGER_WEIGHT_BYTES, source, target))
     return results, work
@@ -588,7 +608,8 @@ def import_ledgers(
         raise NotFound(f"{path} is not a complete export", hint="export again")
     ledgers = known.join(counts.select(QUALIFIED_NAME, "entryCount", "size"), QUALIFIED_NAME)
     if dry_run:
-        return _results(spark, _planned(ledgers, to_scope_id))
+        with ClusterOptions(checked).open() as cluster:
+            return _results(spark, (_foreseen(cluster, each).row() for each in _planned(ledgers, to_scope_id)))
     heads = ledgers.select(
         QUALIFIED_NAME,
         F.lit(_HEAD).cast("bigint").alias("entryId"),
@@ -601,10 +622,10 @@ def import_ledgers(
     return _results(spark, (row.asDict() for row in made.collect()))
 
 
-def _planned(ledgers: DataFrame, to_scope_id: int | None) -> Iterator[dict[str, Any]]:
+def _planned(ledgers: DataFrame, to_scope_id: int | None) -> Iterator[CopyResult]:
     for name, *counts in ledgers.select(QUALIFIED_NAME, "entryCount", "size").toLocalIterator():
         source = LedgerId.parse(name)
-        yield CopyResult(source, _target(source, to_scope_id), PLANNED, *counts).row()
+        yield CopyResult(source, _target(source, to_scope_id), PLANNED, *counts)
 
 
 def _target(source: LedgerId, to_scope_id: int | None) -> LedgerId:

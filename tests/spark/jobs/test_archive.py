@@ -85,9 +85,13 @@ def test_export_and_import_restore_ledgers(
     secret = tmp_path / "secret"
     secret.write_text("new password")
     in_the_way = live.write([], LedgerId(HIGH, 3))  # Nothing of it is left on the bookies later.
+    code, rows, err = cli(capfd, *arguments, "--dry-run")
+    assert (code, [row["state"] for row in rows]) == (3, ["planned", "planned", "failed", "planned"]), err
     code, rows, err = cli(capfd, *arguments, "--password-file", secret)
     assert code == 3, err
     assert [row["state"] for row in rows] == ["copied", "copied", "failed", "copied"]
+    _, rows, _ = cli(capfd, *arguments, "--dry-run")
+    assert [row["state"] for row in rows] == ["present", "present", "failed", "present"]
     live.client().cluster.ledgers.remove(in_the_way)
     code, rows, err = cli(capfd, *arguments, "--password-file", secret)
     assert code == 0, err
