@@ -156,10 +156,16 @@ def cluster_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 @pytest.fixture
-def drill(cluster_directory: Path) -> Drill:
-    drill = Drill(cluster_directory)
-    drill.up()
-    return drill
+def drill(cluster_directory: Path, request: pytest.FixtureRequest) -> Iterator[Drill]:
+    drill, failed_count, is_sound = Drill(cluster_directory), request.session.testsfailed, False
+    try:
+        drill.up()
+        yield drill
+        is_sound = request.session.testsfailed == failed_count
+    finally:
+        if not is_sound:  # The next drill begins with a cluster of its own.
+            drill.local.down()
+            shutil.rmtree(cluster_directory)
 
 
 def test_a_bookie_that_is_down_is_started_again(drill: Drill) -> None:
