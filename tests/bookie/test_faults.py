@@ -76,14 +76,14 @@ INDEX_WRITES = {(operation, target) for operation in ("write", "sync") for targe
 def may_give_up(site: Site, error: Exception) -> bool:
     """Return True if the fault leaves unknown what the disk holds, so that the bookie may give up.
 
-    It knows after a read, a write to the journal (which is cut again), for what the metadata store does, and where the
-    disk refuses the index of one ledger: the journal keeps that ledger's entries.
+    It knows after a read, for what the metadata store does, and where the disk refuses the index of one ledger: the
+    journal keeps that ledger's entries. A write to the journal that fails in another way than by the disk is cut again.
     """
     if site.target == "store" or (isinstance(error, OSError) and (site.operation, site.target) in INDEX_WRITES):
         return False
     if site.operation in ("read", "read_cached", "open_to_read"):
         return False
-    return not (site.target == ".txn" and site.operation != "sync")
+    return isinstance(error, OSError) or not (site.target == ".txn" and site.operation != "sync")
 
 
 class Seams:
