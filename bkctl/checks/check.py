@@ -12,6 +12,7 @@ Source: InterleavedLedgerStorage.localConsistencyCheck; DbLedgerStorage has none
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -228,7 +229,7 @@ class IndexCheck:
             yield from self._compare(logs, path, window, rows, at)
             at = window.locations[-1] + 1
         rest = self._recheck_rows(logs, rows.windows(at, pack_location(log_id + 1, 0) - 1), rows.numbers)
-        if damage is not None and (path.is_symlink() or path.exists()):
+        if damage is not None and os.path.lexists(path):
             rest = _merge_damage(damage, path, good_end, rest)
         yield from rest
 

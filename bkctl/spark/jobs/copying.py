@@ -27,7 +27,7 @@ import json
 from base64 import b64decode
 from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, tee
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,7 +53,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.store import attempt
+from bkctl.metadata.store import attempt, value_of
 from bkctl.spark.internals import matching_uris, qualified_uri
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, map_rows, rows_in_tasks, task_slots
 from bkctl.spark.sources import ledgers as ledger_source
@@ -169,7 +169,7 @@ class LedgerCopy:
         Raises Conflict if another ledger has the id, or the copy is in recovery; NotEnoughBookies, ….
         """
         bookkeeper, ledgers, target = self._client.bookkeeper, self._client.cluster.ledgers, self.target
-        found = _copy_at(self._client.cluster, self.source, target)
+        found = _copy_of(attempt(ledgers.read, target), self.source, target)
         if found is None:
             marked = {**self._shape.custom_metadata, SOURCE_KEY: self.source.qualified_name.encode()}
             self._handle = await bookkeeper.create_ledger_adv(
@@ -246,24 +246,25 @@ class LedgerCopy:
         return CopyResult(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
 
 
-def _copy_at(cluster: Cluster, source: LedgerId, target: LedgerId) -> VersionedMetadata | None:
-    """Return the copy of `source` that exists, None without one. Raises Conflict for another ledger with its id."""
-    try:
-        found = cluster.ledgers.read(target)
-    except LedgerNotFound:
+def _copy_of(found: VersionedMetadata | BkctlError, source: LedgerId, target: LedgerId) -> VersionedMetadata | None:
+    """Return `found` at `target`, None for no ledger. Raises Conflict for another ledger than a copy of `source`."""
+    if isinstance(found, LedgerNotFound):
         return None
-    if found.metadata.custom_metadata.get(SOURCE_KEY) != source.qualified_name.encode():
+    if value_of(found).metadata.custom_metadata.get(SOURCE_KEY) != source.qualified_name.encode():
         raise Conflict(f"Ledger {target} exists, and is not a copy of ledger {source}")
-    return found
+    return value_of(found)
 
 
-def _foreseen(cluster: Cluster, planned: CopyResult) -> CopyResult:
-    """Return the result of a dry run: PRESENT for a verified copy, FAILED where another ledger has the id."""
-    found = attempt(_copy_at, cluster, planned.source, planned.target)
-    if isinstance(found, BkctlError):
-        return CopyResult(planned.source, planned.target, FAILED, message=str(found))
-    sha256 = None if found is None else found.metadata.custom_metadata.get(HASH_KEY)
-    return planned if sha256 is None else planned._replace(state=PRESENT, sha256=sha256.decode("ascii", "replace"))
+def _foreseen(cluster: Cluster, planned: Iterable[CopyResult]) -> Iterator[CopyResult]:
+    """Yield the results of a dry run: PRESENT for verified copies, FAILED where another ledger has the id."""
+    results, asked = tee(planned)
+    for each, (_, there) in zip(results, cluster.ledgers.read_many(each.target for each in asked), strict=True):
+        found = attempt(_copy_of, there, each.source, each.target)
+        if isinstance(found, BkctlError):
+            yield CopyResult(each.source, each.target, FAILED, message=str(found))
+        else:
+            sha256 = None if found is None else found.metadata.custom_metadata.get(HASH_KEY)
+            yield each if sha256 is None else each._replace(state=PRESENT, sha256=sha256.decode("ascii", "replace"))
 
 
 def refuse_speculation(spark: SparkSession) -> None:
@@ -376,6 +377,7 @@ def _plan(
 ) -> tuple[list[CopyResult], list[_Work]]:
     """Return the results that need no copy, and the ledgers to copy. A `named` ledger must exist. Raises UsageError."""
     results: list[CopyResult] = []
+    planned: list[CopyResult] = []
     work: list[_Work] = []
     targets: dict[LedgerId, LedgerId] = {}
     for source, found in cluster.ledgers.read_many(ledgers):
@@ -392,11 +394,10 @@ def _plan(
             results.append(CopyResult(source, target, OPEN, message=f"Ledger {source} is not closed"))
         elif dry_run:
             metadata = found.metadata
-            planned = CopyResult(source, target, PLANNED, metadata.last_entry_id + 1, metadata.length)
-            results.append(_foreseen(cluster, planned))
+            planned.append(CopyResult(source, target, PLANNED, metadata.last_entry_id + 1, metadata.length))
         else:
             work.append((found.metadata.length + _LEDGER_WEIGHT_BYTES, source, target))
-    return results, work
+    return [*results, *_foreseen(cluster, planned)], work
 
 
 def _even_bins(work: Collection[_Work], count: int) -> list[list[tuple[LedgerId, LedgerId]]]:
@@ -609,7 +610,7 @@ def import_ledgers(
     ledgers = known.join(counts.select(QUALIFIED_NAME, "entryCount", "size"), QUALIFIED_NAME)
     if dry_run:
         with ClusterOptions(checked).open() as cluster:
-            return _results(spark, (_foreseen(cluster, each).row() for each in _planned(ledgers, to_scope_id)))
+            return _results(spark, (each.row() for each in _foreseen(cluster, _planned(ledgers, to_scope_id))))
     heads = ledgers.select(
         QUALIFIED_NAME,
         F.lit(_HEAD).cast("bigint").alias("entryId"),
