@@ -109,11 +109,12 @@ $(BIN)/python:
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@
 
-# Python 3.11 brings a pip that takes twice as long for so many packages.
+# uv installs so many packages with half of pip's processor time. It does not read pip's configuration: pip is the other way.
 .venv/.test: pyproject.toml release/requirements/test.txt $(EXTENSIONS) | $(BIN)/python
 	@echo "make: installing bkctl and what its tests need into .venv: some minutes at the first time"
-	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r release/requirements/pip.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r release/requirements/test.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r release/requirements/uv.txt
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r release/requirements/test.txt || \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r release/requirements/test.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@ .venv/.bkctl

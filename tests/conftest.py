@@ -72,17 +72,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _slow_servers_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Order tests so that two processes begin with Spark, and one between them with HBase.
+    """Order tests so that one process begins with Spark, and another with HBase.
 
-    Each process has an equal part of the tests in this order, and takes others from the ends of what is left. So few
-    servers serve most of the slow tests, and none of these is the last.
+    Each process has an equal part of the tests in this order, and takes others from the ends of what is left. So one
+    server of each serves most of the slow tests, and none of these is the last.
     """
     spark, hbase, others = [], [], []
     for item in items:
         (spark if "tests/spark/" in item.nodeid else hbase if "hbase" in item.nodeid else others).append(item)
-    half, share, rest = len(spark) // 2, len(items) // processes, iter(others)
+    share, rest = len(items) // processes, iter(others)
     ordered: list[pytest.Item] = []
-    for number, group in enumerate((spark[:half], hbase, spark[half:]), 1):
+    for number, group in enumerate((spark, hbase), 1):
         ordered += group
         ordered += islice(rest, max(0, number * share - len(ordered)))
     return [*ordered, *rest]

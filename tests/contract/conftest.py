@@ -109,8 +109,8 @@ def cluster(cluster_uri: str) -> Iterator[Cluster]:
         yield opened
 
 
-@pytest.fixture(params=["zookeeper", "etcd", "hbase"])
+@pytest.fixture(params=["zookeeper", "etcd", pytest.param("hbase", marks=pytest.mark.long)])
 def metadata_server(request: pytest.FixtureRequest) -> Callable[[], Any]:
-    """Makes servers that belong to the test alone, to be killed and started again."""
+    """Makes servers that belong to the test alone, to be killed and started again; HBase starts for half a minute."""
     make: Callable[[], Any] = request.getfixturevalue(f"{request.param}_server")
     return make

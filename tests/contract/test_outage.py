@@ -58,6 +58,7 @@ class Workers:
             raise self._problems[0]
 
 
+@pytest.mark.parametrize("metadata_server", ["zookeeper", "etcd", "hbase"], indirect=True)
 def test_acknowledged_writes_survive_a_killed_server_once(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     uri = server.metadata_uri()

@@ -38,7 +38,7 @@ from bkctl.metadata.store import NEW
 from bkctl.replication.holdings import plan_move
 from bkctl.replication.marking import audit_bookies
 
-COUNTS = (5_000, 20_000)
+COUNTS = (4_000, 12_000)
 #: One ledger in ten has a scope of its own.
 SCOPED_SHARE = 10
 BOOKIES = tuple(f"bookie-{number:02}:3181" for number in range(20))
@@ -156,7 +156,7 @@ def fill(cluster: Cluster, count: int) -> None:
             assert {type(each) for each in created} == {int}
 
 
-@pytest.fixture(params=["sqlite", "zookeeper", "etcd", "hbase"])
+@pytest.fixture(params=["sqlite", "zookeeper", "etcd", pytest.param("hbase", marks=pytest.mark.long)])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Callable[[], str], Callable[[], int]]:

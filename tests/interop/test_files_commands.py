@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import apache_shell, golden
 from support.golden import GoldenBookie
-from support.servers import DB, ApacheBookie, ApacheCluster, Java, offline_conf
+from support.servers import BOOKIE_NUMBERS, DB, ApacheBookie, ApacheCluster, Java, offline_conf
 
 Rows = list[dict[str, Any]]
 
@@ -90,7 +90,7 @@ def test_journal_lastmark_on_golden_files(bookie: GoldenBookie) -> None:
 # --- the bookies of the running test cluster, stopped for a moment ---------------------------------------------------
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["sorted", "interleaved", "db"])
+@pytest.fixture(params=BOOKIE_NUMBERS)
 def stopped(
     request: pytest.FixtureRequest, apache_cluster: ApacheCluster, apache_ledgers: list[dict[str, Any]]
 ) -> Iterator[ApacheBookie]:

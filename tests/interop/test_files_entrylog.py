@@ -17,6 +17,7 @@ import pytest
 from support import apache_shell, golden
 from support.command_line import CommandLine
 from support.servers import (
+    BOOKIE_NUMBERS,
     DB,
     INTERLEAVED,
     SORTED,
@@ -153,7 +154,7 @@ def deleted(_apache_cluster: ApacheCluster, apache_ledgers: Rows) -> list[str]:
     return ids
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["sorted", "interleaved", "db"])
+@pytest.fixture(params=BOOKIE_NUMBERS)
 def one(request: pytest.FixtureRequest, apache_cluster: ApacheCluster, deleted: list[str]) -> ApacheBookie:
     return apache_cluster.bookies[request.param]
 

@@ -19,6 +19,7 @@ from support import apache_shell, golden
 from support.command_line import Answer, CommandLine
 from support.own_bookies import OwnBookie
 from support.servers import (
+    BOOKIE_NUMBERS,
     DB,
     INTERLEAVED,
     SORTED,
@@ -134,7 +135,7 @@ for number in itertools.count():
 # --- the shared bookies, one of each storage class ------------------------------------------------------------------
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["sorted", "interleaved", "db"])
+@pytest.fixture(params=BOOKIE_NUMBERS)
 def one(
     request: pytest.FixtureRequest, apache_cluster: ApacheCluster, apache_ledgers: list[dict[str, Any]]
 ) -> ApacheBookie:
@@ -220,9 +221,12 @@ def alone(java: Java, zookeeper: ZooKeeperServer, tmp_path: Path) -> Iterator[Ca
 
 @pytest.mark.parametrize(
     ("storage", "own"),
-    [(SORTED, False), (INTERLEAVED, False), (DB, False), (SORTED, True), (DB, True)],
-    ids=["sorted", "interleaved", "db", "ours-sorted", "ours-db"],
-)
+    [
+        pytest.param(SORTED, False, id="sorted"), pytest.param(DB, False, id="db"),
+        pytest.param(INTERLEAVED, False, id="interleaved", marks=pytest.mark.long),
+        pytest.param(SORTED, True, id="ours-sorted"), pytest.param(DB, True, id="ours-db"),
+    ],
+)  # fmt: skip
 def test_a_bookie_under_writes_collections_and_compactions(
     alone: Callable[..., ApacheBookie | OwnBookie], storage: str, own: bool, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from support import apache_shell, golden
 from support.command_line import CommandLine
 from support.golden import GoldenJournals
 from support.servers import (
+    BOOKIE_NUMBERS,
     DB,
     INTERLEAVED,
     SORTED,
@@ -84,7 +85,7 @@ def compare_with_shell(java: Java, conf: Path, journal_dir: Path) -> int:
 
 
 @pytest.mark.java
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["sorted", "interleaved", "db"])
+@pytest.mark.parametrize("number", BOOKIE_NUMBERS)
 def test_a_running_bookie_what_it_was_at_one_moment_and_when_it_stopped(
     number: int, apache_cluster: ApacheCluster, apache_ledgers: Rows, java: Java, tmp_path: Path
 ) -> None:

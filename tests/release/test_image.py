@@ -99,6 +99,7 @@ def test_compose_names_only_what_it_declares() -> None:
     assert [target.partition(":")[0] for target in targets[0]["targets"]] == ["bookie-1", "bookie-2", "bookie-3"]
 
 
+@pytest.mark.long
 def test_compose_file_is_valid_and_complete() -> None:
     """compose-go is what `docker compose config` loads a file with."""
     load = go_program("github.com/compose-spec/compose-go/v2", "/cmd", "v2.9.1")
@@ -283,6 +284,7 @@ wait "$bookie"
 """
 
 
+@pytest.mark.long
 def test_steps_of_the_containerfile_make_a_bookie_on_a_read_only_root(image: Chroot, tmp_path: Path) -> None:
     volume, conf = tmp_path / "volume", tmp_path / "conf"
     volume.mkdir()

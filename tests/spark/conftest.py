@@ -73,9 +73,12 @@ def hbase(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.HBaseSer
     server.kill()
 
 
-@pytest.fixture(params=["local", "spark"])
+@pytest.fixture(params=["local", pytest.param("spark", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Each engine in turn: the one of this process, and Spark."""
+    """The engine of this process; among the long tests Spark as well. With `on_both_engines` both, always.
+
+    That both give the same rows is a test of its own for each job (test_facts.py).
+    """
     if request.param == "spark":
         session = request.getfixturevalue("spark")
         yield Engine(session, ("--master", "local[2]"))

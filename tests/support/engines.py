@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+import pytest
 from support.command_line import CommandLine
+
+on_both_engines = pytest.mark.parametrize("engine", ["local", "spark"], indirect=True)
 
 
 class Engine(NamedTuple):

@@ -65,6 +65,11 @@ PATIENCE: Final = {"addEntryTimeoutSec": 120, "readEntryTimeoutSec": 120}
 SORTED: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
 INTERLEAVED: Final = "org.apache.bookkeeper.bookie.InterleavedLedgerStorage"
 DB: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
+#: Parameters of tests: the bookies of `apache_cluster` by number. An InterleavedLedgerStorage has the index of a sorted
+#: one and the journal of all, so with it they are among the long tests.
+BOOKIE_NUMBERS: Final = [
+    pytest.param(0, id="sorted"), pytest.param(1, id="interleaved", marks=pytest.mark.long), pytest.param(2, id="db"),
+]  # fmt: skip
 
 
 def require(what: str, reason: str, *, module: bool = False) -> NoReturn:

@@ -16,7 +16,7 @@ from support import (
 )
 from support.bookie_files import Files
 from support.command_line import CommandLine
-from support.engines import Engine
+from support.engines import Engine, on_both_engines
 
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
@@ -206,7 +206,14 @@ def test_jobs_give_the_same_rows_from_facts(
     assert job(engine.session, facts[named], damaged.uri) == from_files
 
 
-@pytest.mark.parametrize("job", dict.fromkeys(job for job, _ in CASES), ids=lambda job: job.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, marks=pytest.mark.long) if job in (_integrity_of_copies, _integrity_of_scope) else job
+        for job in dict.fromkeys(job for job, _ in CASES)
+    ],
+    ids=lambda job: job.__name__.strip("_"),
+)
 def test_engines_give_the_same_rows_in_the_same_order(spark: SparkSession, damaged: Files, job: Job) -> None:
     bookies = find_bookies([damaged.directory])
     expected = job(spark, bookies, damaged.uri)
@@ -214,6 +221,7 @@ def test_engines_give_the_same_rows_in_the_same_order(spark: SparkSession, damag
         assert job(session, bookies, damaged.uri) == expected
 
 
+@on_both_engines
 def test_commands_read_facts_of_bookies_whose_paths_are_the_same(engine: Engine, intact: Files, tmp_path: Path) -> None:
     uri, place = tmp_path / "facts", tmp_path / "bookie"
     for directory, bookie_id in zip(intact.places(), intact.bookies, strict=True):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support import source_rows  # noqa: F401 (skips where there is no PySpark)
-from support.engines import Engine
+from support.engines import Engine, on_both_engines
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.spark.engine import functions_of
@@ -190,6 +190,7 @@ def test_unfolded_entries_are_those_of_the_records(engine: Engine, monkeypatch: 
     assert 0 < len(differ) < len(rows)
 
 
+@on_both_engines
 def test_counts_and_confirmed_entries_come_from_blocks(engine: Engine) -> None:
     held = generated(3)
     found = {
@@ -211,6 +212,7 @@ def test_counts_and_confirmed_entries_come_from_blocks(engine: Engine) -> None:
         assert lac == max((min(each["lastAddConfirmed"], each["entryId"] - 1) for each in known), default=None)
 
 
+@on_both_engines
 def test_damages_stay_rows_beside_blocks(engine: Engine) -> None:
     damage = {"file": "/a/0.log", "offset": None, "reason": "torn"}
     held = generated(4)

@@ -20,7 +20,7 @@ from support import (
 )
 from support.bookie_files import Files, Written
 from support.command_line import CommandLine
-from support.engines import Engine
+from support.engines import Engine, on_both_engines
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.columns import Column, Columns, Kind
@@ -94,6 +94,7 @@ def record_of(log: Path, ledger: LedgerId) -> tuple[int, int, int]:
 # --- inventory ------------------------------------------------------------------------------------------------------
 
 
+@on_both_engines
 def test_inventory_matches_commands_for_one_bookie(engine: Engine, files: Files) -> None:
     logs = {row["file"]: row for row in engine.rows(None, "inventory", "--by", "entrylog", files.directory)}
     sizes: Counter[tuple[str, str]] = Counter()
@@ -151,6 +152,7 @@ def test_inventory_matches_commands_for_one_bookie(engine: Engine, files: Files)
     assert [row["ledgerQualifiedName"] for row in scoped] == names
 
 
+@on_both_engines
 def test_application_that_is_not_utf8_is_none(engine: Engine, files: Files, tmp_path: Path) -> None:
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     values = [b"\xff\xfe", b"\xed\xa0\x80", "caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode()]
@@ -371,6 +373,7 @@ def test_intact_count_is_unknown_where_a_holder_is_not_given(engine: Engine, fil
 # --- garbage --------------------------------------------------------------------------------------------------------
 
 
+@on_both_engines
 def test_garbage_matches_command_for_one_bookie(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     dead = [
@@ -402,6 +405,7 @@ def test_garbage_matches_command_for_one_bookie(engine: Engine, files: Files, tm
     found.unpersist()
 
 
+@on_both_engines
 def test_metadata_of_another_cluster_is_refused(engine: Engine, files: Files, tmp_path: Path) -> None:
     other = f"sqlite://{tmp_path / 'other.db'}"
     with open_cluster(other, create=True):
@@ -486,6 +490,7 @@ def test_audit_reports_replayed_hidden_and_unlogged_records(engine: Engine, file
 # --- results that stay ----------------------------------------------------------------------------------------------
 
 
+@on_both_engines
 def test_saved_files_appear_when_complete(engine: Engine, files: Files, tmp_path: Path) -> None:
     import pyarrow.parquet
 
@@ -556,6 +561,7 @@ def test_existing_uri_is_refused_before_the_job(files: Files, tmp_path: Path) ->
     assert "rows.parquet exists" in answer.problem
 
 
+@on_both_engines
 def test_appended_rows_carry_the_time_of_their_run(engine: Engine, files: Files, tmp_path: Path) -> None:
     import pyarrow.parquet
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import golden
+from support.engines import Engine, on_both_engines
 from support.source_rows import struct_of
 
 from bkctl.errors import BkctlError, Corrupt, NotFound
@@ -25,7 +26,6 @@ from bkctl.spark.sources.records import RecordSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-    from support.engines import Engine
 
 LOG = next(iter(golden.GoldenBookie("4.18.0", "sorted").entry_logs))
 
@@ -45,6 +45,7 @@ def logs(tmp_path: Path) -> Path:
     return current.parent
 
 
+@on_both_engines
 def test_expressions_give_the_same_values_on_both_engines(engine: Engine) -> None:
     import pyarrow as pa
 
