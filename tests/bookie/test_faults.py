@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import os
 import random
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from bookie.test_bookie import add, config_for, connected, digests
+from support.long_runs import IS_LONG
 from support.servers import DB, INTERLEAVED, SORTED
 from support.waiting import LIMIT_S
 
@@ -48,7 +48,6 @@ from bkctl.protocol.messages import (
     WriteLacRequest,
 )
 
-IS_LONG = bool(os.environ.get("BKCTL_TEST_LONG"))
 #: Faults of one kind of error with one storage class, where not all of them are asked for.
 SAMPLE_SIZE = 5
 TIMEOUT_S = LIMIT_S
@@ -448,7 +447,7 @@ def sites_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Sit
 
 @pytest.mark.parametrize("of", [run, run_start], ids=["at work", "at the start"])
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", ["sorted", pytest.param("interleaved", marks=pytest.mark.long), "db"])
 def test_single_fault_harms_only_its_own_request(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

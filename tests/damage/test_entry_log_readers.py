@@ -257,8 +257,14 @@ READERS: dict[str, Callable[[Path], Seen]] = {
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
-@pytest.mark.parametrize("ledgers", [PLAIN, SCOPED], ids=["plain", "scoped"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("sizes", "ledgers"),
+    [
+        *(pytest.param(sizes, SCOPED, id=f"{sizes}-scoped") for sizes in SIZES),
+        *(pytest.param(sizes, PLAIN, id=f"{sizes}-plain") for sizes in ("small", "windows")),
+        pytest.param("large", PLAIN, id="large-plain", marks=pytest.mark.long),
+    ],
+)
 def test_all_readers_end_at_the_same_byte(
     tmp_path: Path, sizes: str, ledgers: tuple[LedgerId, ...], closed: bool
 ) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from support.command_line import CommandLine
+from support.long_runs import IS_LONG
 from support.own_cluster import STORAGES, OwnCluster
 from support.servers import DB, INTERLEAVED, SORTED, ApacheCluster, EtcdServer, Java, ZooKeeperServer, require
 from support.waiting import LIMIT_S, eventually
@@ -34,7 +35,7 @@ from bkctl.protocol.connection import run as run_client
 
 PAYLOADS = [f"entry {number} of a drill" for number in range(40)]
 #: Longer than sessions last; the real 90 s where tests may be long.
-OUTAGE_S = 90 if os.environ.get("BKCTL_TEST_LONG") else 10
+OUTAGE_S = 90 if IS_LONG else 10
 #: The disk of the machine may be nearly full.
 HEALTH_OPTIONS = ("--threshold", "100")
 SLOW_SYNC = """

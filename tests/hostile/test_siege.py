@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from hostile.clients import Siege, client_context
+from support.long_runs import IS_LONG
 from support.own_bookies import OwnBookie
 from support.raw_http import http_port
 from support.servers import DB, INTERLEAVED, SORTED, Java, ZooKeeperServer, format_cluster, wait_for
@@ -31,7 +32,6 @@ from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import ReadRequest, Status
 
-IS_LONG = bool(os.environ.get("BKCTL_TEST_LONG"))
 #: For each storage class, in each of the two runs.
 FRAMES, REQUESTS, SLOW = (100_000, 25_000, 2000) if IS_LONG else (5000, 500, 60)
 STORAGES = (SORTED, INTERLEAVED, DB)

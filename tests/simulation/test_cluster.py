@@ -20,12 +20,13 @@ from unittest import mock
 import pytest
 from simulation.checker import Violation
 from simulation.cluster import SETTINGS, Plan, simulate
+from support.long_runs import seeds
 
 from bkctl.client import ensemble, recovery, writer
 from bkctl.errors import BkctlError
 from bkctl.storage.bookie_storage import BookieStorage
 
-SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6").split(",")]
+SEEDS = seeds(3, 6)
 HONEST = Plan(duration_s=10)
 SHORT = Plan(duration_s=4)
 #: Faults that come so close that hardly anything gets done between them.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.journals import commit_batch
+from support.long_runs import seeds
 from support.servers import INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
@@ -24,7 +25,7 @@ from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage, Checkpoint
 
-SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6").split(",")]
+SEEDS = seeds(3, 6)
 #: The same ledger id in three scopes, and neighbours.
 LEDGERS = [LedgerId(0, 5), LedgerId(7, 5), LedgerId(0xFFFF_0000_0000_0001, 5), LedgerId(0, 6), LedgerId(0, 0)]
 STEPS = 40

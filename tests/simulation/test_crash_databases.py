@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from simulation import test_crash as crash
+from support.long_runs import seeds
 from support.servers import DB
 from support.simulated_disk import SimulatedFiles
 
 from bkctl.errors import BkctlError
 
 #: Databases take long to open: fewer seeds than for index files.
-SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2").split(",")]
+SEEDS = seeds(2, 2)
 POINTS = 3
 
 

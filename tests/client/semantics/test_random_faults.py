@@ -1,6 +1,6 @@
 """Our client and Java's write ledgers on our bookies and Apache's while faults come by a schedule from a seed.
 
-Each ledger's history is checked. A minute of it in each run of the tests; with BKCTL_TEST_LONG ten, or
+Each ledger's history is checked. Half a minute of it in each run of the tests; with BKCTL_TEST_LONG ten, or
 BKCTL_TEST_SECONDS. BKCTL_TEST_SEED replays a schedule, which is printed.
 """
 
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.history import History
+from support.long_runs import IS_LONG
 from support.mixed_clusters import CuttableLink, SomeCluster
 from support.own_bookies import OwnBookie
 from support.servers import Java, ZooKeeperServer, read_ledgers
@@ -33,7 +34,7 @@ from bkctl.ids import LedgerId
 
 pytestmark = pytest.mark.java
 
-SECONDS = float(os.environ.get("BKCTL_TEST_SECONDS") or (600 if os.environ.get("BKCTL_TEST_LONG") else 60))
+SECONDS = float(os.environ.get("BKCTL_TEST_SECONDS") or (600 if IS_LONG else 30))
 SESSION_MS = 2000
 #: Our client's patience with one bookie.
 TIMEOUT_S = 3.0
