@@ -72,7 +72,10 @@ _LEFTOVER_AGE: Final = timedelta(days=1)
 
 
 class ExtractCounts(NamedTuple):
-    """The result of an extract. `read_log_count` logs were read; the others were extracted before."""
+    """The result of an extract. `read_log_count` logs were read; the others were extracted before.
+
+    `damage_count` files are damaged: journals, logs and indexes.
+    """
 
     bookie_id: str
     log_count: int
@@ -118,13 +121,14 @@ class _Extract:
         self._dropped: set[str] = set()
         #: Logs that were read here.
         self._read: set[str] = set()
+        self._damage_count = 0
 
     def run(self) -> ExtractCounts:
         self._write("cookies", self._cookies())
         self._write("marks", self._marks())
         self._write_journals()
         logs = self._extract_logs()
-        counts = self._write_pieces(logs)
+        record_count = self._write_pieces(logs)
         evidence = {file.path for file in self._store.files(f"evidence/{self._directory}")}
         for log in logs:
             self._parts.append(("records", self._part(log)))
@@ -133,7 +137,9 @@ class _Extract:
         self._publish()
         self._clean()
         read = sum(self._part(log) in self._read for log in logs)
-        return ExtractCounts(self._bookie.bookie_id, len(logs), read, *counts, self._started_at)
+        return ExtractCounts(
+            self._bookie.bookie_id, len(logs), read, record_count, self._damage_count, self._started_at
+        )
 
     # --- cookies, marks, journals -------------------------------------------------------------------------------
 
@@ -166,7 +172,9 @@ class _Extract:
                 yield {"file": str(path), "problem": str(error)}
 
     def _write_journals(self) -> None:
-        self._write("journals", check_rows(self._bookie))
+        checks = list(check_rows(self._bookie))
+        self._damage_count += sum(row["damaged"] for row in checks)
+        self._write("journals", checks)
         listed, starts = set(self._bookie.journals()), replay_starts(self._bookie)
         with self._new_part("journal_records") as writer, self._new_part("evidence", "journals") as evidence:
             for path in self._bookie.journals():
@@ -250,13 +258,15 @@ class _Extract:
             self._new_part("evidence", "index") as evidence,
             self._new_part("damages", "index") as damages,
         ):
-            damages.add_rows({**damage, "source": "index"} for damage in index.write(writer, evidence))
+            found = [{**damage, "source": "index"} for damage in index.write(writer, evidence)]
+            self._damage_count += len(found)
+            damages.add_rows(found)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def _write_pieces(self, logs: list[BookieFile]) -> tuple[int, int]:
-        """Write the tables of all logs' pieces, and return the numbers of records and of damaged logs."""
-        records = damaged = 0
+    def _write_pieces(self, logs: list[BookieFile]) -> int:
+        """Write the tables of all logs' pieces, and return the number of records."""
+        records = 0
         known = {file.path for file in self._store.files(f"_pieces/{self._directory}")}
         for table in _PIECES:
             with self._new_part(table) as writer:
@@ -268,8 +278,8 @@ class _Extract:
                     if table == "ledgers":
                         records += sum(count or 0 for count in rows.column("entryCount").to_pylist())
                     elif table == "damages":
-                        damaged += rows.num_rows
-        return records, damaged
+                        self._damage_count += rows.num_rows
+        return records
 
     def _write(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
         with self._new_part(table) as writer:

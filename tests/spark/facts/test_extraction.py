@@ -30,6 +30,7 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
 from bkctl.spark.facts.facts_store import FactsStore, directory_name
 from bkctl.spark.jobs.bookies import find_bookies
+from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.indexes import IndexSource
 
 pa = pytest.importorskip("pyarrow")
@@ -258,7 +259,7 @@ def test_missing_database_is_noted_as_damage(place: Path, tmp_path: Path, missin
     before = tables(store)["index"]
     (database,) = place.rglob(f"current/{missing}")
     shutil.rmtree(database)
-    extracted(place, store)
+    assert extracted(place, store).damage_count == 1
     found = tables(store)
     assert [row for row in before if row["scoped"]] == found["index"] != []
     (damage,) = found["damages"]
@@ -266,6 +267,15 @@ def test_missing_database_is_noted_as_damage(place: Path, tmp_path: Path, missin
     assert str(database) in str(damage["reason"])
     rows = source_rows.rows_of(IndexSource, path=database.parent, mode="permissive")
     assert [row["damage"]["reason"] for row in rows if row["damage"]] == [damage["reason"]]
+
+
+def test_a_damaged_journal_is_counted(place: Path, tmp_path: Path) -> None:
+    journal = min(place.glob("journal/current/*.txn"))
+    data = journal.read_bytes()
+    journal.write_bytes(data[:1024] + struct.pack(">i", -7) + data[1028:])
+    (check,) = (row for row in check_rows(find_bookies([place])[0]) if row["file"] == str(journal))
+    assert check["damaged"]
+    assert extracted(place, FactsStore(str(tmp_path / "facts"))).damage_count == 1
 
 
 @pytest.mark.parametrize(("number", "name"), [(2, "0.log"), (2, "*.txn"), (2, "CURRENT"), (1, "*.idx")])
