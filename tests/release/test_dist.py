@@ -117,6 +117,7 @@ def test_wheel_installs_with_pip_without_a_compiler(wheel: Path, tmp_path: Path)
     check_installed(tmp_path / "venv/bin/bkctl", tmp_path / "venv/share", env)
 
 
+@pytest.mark.long
 def test_wheel_installs_with_uv_tool_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     env = without_compiler(tmp_path, UV_TOOL_DIR=str(tmp_path / "tools"), UV_TOOL_BIN_DIR=str(tmp_path / "bin"))
     env["UV_CACHE_DIR"] = os.environ.get("UV_CACHE_DIR", str(Path.home() / ".cache/uv"))
@@ -124,6 +125,7 @@ def test_wheel_installs_with_uv_tool_without_a_compiler(wheel: Path, tmp_path: P
     check_installed(tmp_path / "bin/bkctl", tmp_path / "tools/bkctl/share", env)
 
 
+@pytest.mark.long
 def test_wheel_installs_with_pipx_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     env = without_compiler(tmp_path, PIPX_HOME=str(tmp_path / "pipx"), PIPX_BIN_DIR=str(tmp_path / "bin"))
     env["PIPX_MAN_DIR"] = str(tmp_path / "man")

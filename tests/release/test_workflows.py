@@ -67,10 +67,10 @@ def test_ci_run_and_the_workflows_share_their_scripts() -> None:
     everywhere = " ".join(line for _, line in commands())
     for line in run:
         assert " ".join(line.split()[: 2 if line.startswith("make") else 1]) in everywhere, line
-    # `.ci/run` and the workflow name the same releases of Apache BookKeeper.
+    # `.ci/run` tests the oldest release of Apache BookKeeper that the workflow does.
     jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
     (releases,) = (line.split()[1:] for line in run if line.startswith(".ci/releases"))
-    assert jobs["releases"]["strategy"]["matrix"]["bookkeeper"] == releases
+    assert jobs["releases"]["strategy"]["matrix"]["bookkeeper"][-1:] == releases
 
 
 def test_every_supported_python_is_tested() -> None:

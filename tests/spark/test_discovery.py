@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from support import golden
 from support.servers import find_java
 from support.source_rows import rows_of
@@ -68,6 +69,7 @@ def test_releases_that_bkctl_does_not_support_find_nothing(tmp_path: Path) -> No
     assert done.stdout.strip() == str([False] * len(names))
 
 
+@pytest.mark.long
 def test_session_reads_sources_that_were_not_registered(tmp_path: Path) -> None:
     find_java()
     (tmp_path / "packages").mkdir()

@@ -86,6 +86,7 @@ def test_spark_authenticates_and_keeps_files_private(tmp_path: Path) -> None:
     assert not Path(place).parent.parent.exists()  # nothing is left
 
 
+@pytest.mark.long
 def test_user_settings_take_precedence(tmp_path: Path) -> None:
     wanted = tmp_path / "chosen"
     wanted.mkdir()
