@@ -1,4 +1,4 @@
-"""What runs with BKCTL_TEST_LONG do more of."""
+"""Lengths of tests: short, or long with BKCTL_TEST_LONG."""
 
 from __future__ import annotations
 
