@@ -427,6 +427,8 @@ METADATA_COLUMNS: Final = (
 )  # fmt: skip
 #: The manifest of an export; `ctime` tells a ledger from one that was created under its id again.
 COUNT_COLUMNS: Final = (*LEDGER_COLUMNS, "state", "lastEntryId", "entryCount", "size", "ctime")
+#: State in `counts` of a ledger that was deleted while it was exported; an import leaves it out.
+_DELETED: Final = "DELETED"
 #: Scopes that get a directory each; more directories would be many and small.
 SCOPES_MAX: Final = 1000
 #: The file that an export has once it is complete.
@@ -468,7 +470,7 @@ def export_ledgers(
     directory, unless there are more than SCOPES_MAX. Ledgers that are deleted before they were read are left out,
     unless `ledger` names them.
     Raises AlreadyExists for an existing directory, unless `overwrite`; the error of an entry that cannot be read;
-    Corrupt if the number or length of entries differs from a closed ledger's metadata.
+    Corrupt if the number or length of entries differs from a closed ledger's metadata, or `since` has lost entries.
     """
     if not overwrite and "://" not in path and Path(path).exists():
         raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
@@ -490,11 +492,15 @@ def export_ledgers(
     _write_entries(spark, path, filled, connection, mode=mode, by_scope=by_scope, are_named=are_named)
     counts = _checked_counts(spark, path, ledgers, connection, are_named=are_named)
     counts.write.mode("overwrite").parquet(f"{path}/counts")
-    return _counts(spark, path).sort(QUALIFIED_NAME)
+    return _counts(spark, path).filter(F.col("state") != _DELETED).sort(QUALIFIED_NAME)
 
 
 def _changed_since(spark: SparkSession, metadata: DataFrame, since: Sequence[str]) -> DataFrame:
     """Return the ledgers of `metadata` that no export of `since` has as they are closed."""
+    for path in since:
+        counted = _counts(spark, path).filter(F.col("state") != _DELETED).agg(F.sum("entryCount")).first()
+        if counted is not None and _entries(spark, path).count() < (counted[0] or 0):
+            raise Corrupt(f"{path} has lost entries", hint="export without it, and do not rely on it")
     names = (QUALIFIED_NAME, "state", "lastEntryId", "size", "ctime")
     closed = _counts(spark, *since).filter(F.col("state") == "CLOSED")
     known = closed.select(*(F.col(name).alias(f"known_{name}") for name in names))
@@ -534,7 +540,7 @@ def _write_entries(
 def _checked_counts(
     spark: SparkSession, path: str, ledgers: DataFrame, connection: Mapping[str, str], *, are_named: bool
 ) -> DataFrame:
-    """Return the counts of written entries, without ledgers that were deleted meanwhile, unless they `are_named`.
+    """Return the counts of written entries; ledgers that were deleted meanwhile are _DELETED, unless they `are_named`.
 
     Raises Corrupt if a ledger's counts differ from its metadata.
     """
@@ -559,14 +565,15 @@ def _checked_counts(
         for ledger, found in cluster.ledgers.read_many(rows):
             row = rows[ledger]
             if isinstance(found, LedgerNotFound) and not are_named:
-                deleted.append({QUALIFIED_NAME: row[QUALIFIED_NAME]})
+                deleted.append({QUALIFIED_NAME: row[QUALIFIED_NAME], "now": _DELETED})
             elif row["wrong"]:
                 raise Corrupt(
                     f"Ledger {ledger} was exported with {row['entryCount']} entries ({row['size']} bytes); its "
                     f"metadata says {row['lastEntryId'] + 1} ({row['length']} bytes)"
                 )
-    counts = counts.join(frame_of(spark, deleted, f"{QUALIFIED_NAME} string"), QUALIFIED_NAME, "left_anti")
-    return counts.withColumn("lastEntryId", F.col("last")).select(*COUNT_COLUMNS)
+    counts = counts.join(frame_of(spark, deleted, f"{QUALIFIED_NAME} string, now string"), QUALIFIED_NAME, "left")
+    counts = counts.withColumns({"state": F.coalesce("now", "state"), "lastEntryId": F.col("last")})
+    return counts.select(*COUNT_COLUMNS)
 
 
 def _entries(spark: SparkSession, path: str) -> DataFrame:
@@ -607,10 +614,19 @@ def import_ledgers(
     # An interrupted export with --overwrite leaves the counts empty.
     if counts.isEmpty() and not known.isEmpty():
         raise NotFound(f"{path} is not a complete export", hint="export again")
-    ledgers = known.join(counts.select(QUALIFIED_NAME, "entryCount", "size"), QUALIFIED_NAME)
+    exported = counts.select(QUALIFIED_NAME, "entryCount", "size", F.col("state").alias("exported"))
+    ledgers = known.join(exported, QUALIFIED_NAME, "full").filter(~F.col("exported").eqNullSafe(_DELETED))
+    is_whole = F.col("entryCount").isNotNull() & F.col("ensembleSize").isNotNull()
+    message = "the export has lost its metadata or its counts: export the ledger again"
+    lost = [
+        CopyResult(each.source, each.target, FAILED, message=message).row()
+        for each in _planned(ledgers.filter(~is_whole), to_scope_id)
+    ]
+    ledgers = ledgers.filter(is_whole)
     if dry_run:
         with ClusterOptions(checked).open() as cluster:
-            return _results(spark, (each.row() for each in _foreseen(cluster, _planned(ledgers, to_scope_id))))
+            foreseen = _foreseen(cluster, _planned(ledgers, to_scope_id))
+            return _results(spark, chain(lost, (each.row() for each in foreseen)))
     heads = ledgers.select(
         QUALIFIED_NAME,
         F.lit(_HEAD).cast("bigint").alias("entryId"),
@@ -620,7 +636,7 @@ def import_ledgers(
     rows = heads.unionByName(entries.select(QUALIFIED_NAME, "entryId", "payload"))
     rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
     made = map_rows(rows, partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
-    return _results(spark, (row.asDict() for row in made.collect()))
+    return _results(spark, chain(lost, (row.asDict() for row in made.collect())))
 
 
 def _planned(ledgers: DataFrame, to_scope_id: int | None) -> Iterator[CopyResult]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
@@ -200,6 +201,17 @@ def test_ledgers_deleted_during_an_export_are_left_out(
     rows = import_ledgers(spark, str(path), live.options, to_scope_id=scope_id + 1).collect()
     assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("3", "copied", 2)]
     assert live.read(LedgerId(scope_id + 1, 3)) == [b"0", b"1"]
+    states = {row.ledgerId: row.state for row in spark.read.parquet(str(path / "counts")).collect()}
+    assert states == {1: "DELETED", 2: "DELETED", 3: "CLOSED", 4: "DELETED"}
+    for part in ("ledgers", "counts"):
+        lost = shutil.copytree(path, tmp_path / part, ignore=shutil.ignore_patterns(".*.crc"))
+        for file in (lost / part).glob("*.parquet"):
+            rows = pyarrow.parquet.read_table(file)
+            pyarrow.parquet.write_table(rows.filter(pyarrow.compute.not_equal(rows["ledgerId"], 3)), file)
+        for dry_run in (True, False):
+            rows = import_ledgers(spark, str(lost), live.options, to_scope_id=scope_id + 2, dry_run=dry_run).collect()
+            assert [(row.ledgerId, row.state) for row in rows] == [("3", "failed")]
+            assert "has lost its metadata or its counts" in rows[0].message
     deleted = {kept}
     with pytest.raises(Exception, match="No ledger"):
         export_ledgers(spark, str(tmp_path / "named"), {**live.options, "ledger": kept.uuid})
@@ -245,6 +257,12 @@ def test_export_since_former_exports_has_what_is_new(
     (days / "2" / "counts" / "_SUCCESS").unlink()
     assert exported(5, "--state", "closed", since=days / "[2-3]") == {2: 0, 3: 5, 4: 2}
     still_open.close()
+    for file in [*(days / "3" / "entries").rglob("*.parquet"), *days.rglob(".*.crc")]:
+        file.unlink()
+    code, _, err = cli(
+        capfd, "pipeline", "export", days / "6", "--ledger-scope-id", scope_id, "--since", days / "3", "-o", "ndjson"
+    )
+    assert (code, "days/3 has lost entries" in err) == (7, True), err
     code, rows, err = cli(capfd, "pipeline", "export", days / "6", "--since", days / "2", "-o", "ndjson")
     assert (code, rows) == (4, [])
     assert "days/2 is not a complete export" in err
