@@ -26,7 +26,8 @@ from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, uni
 from bkctl.checks.index_rows import Columns, EntrySelection, IndexRowsReader, LedgerNumbers, LocationRows
 from bkctl.checks.recheck import EntryKey, IndexedLogs, Recheck, RecordLookup, digest_reason, list_indexed_logs
 from bkctl.errors import BkctlError, NotFound
-from bkctl.files.directories import BookieDirectories
+from bkctl.files.conversion import check_conversion
+from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes
 from bkctl.files.scan import RecordBatch
@@ -125,11 +126,14 @@ class IndexCheck:
         """Yield the contradictions, log by log, then notes. Call it once.
 
         An index that cannot be read is noted in `counts.errors`; the check continues with the others. Raises NotFound
-        for a missing directory, UsageError if it is unclear which directories belong together.
+        for a missing directory, Conflict where a conversion stopped in its last step, UsageError if it is unclear which
+        directories belong together.
         """
         return self.counts.watch(self._findings())
 
     def _findings(self) -> Iterator[Finding]:
+        for directory in self._directories.index_dirs:
+            check_conversion(current_of(directory))
         with BookieIndexes(self._directories) as indexes:
             for logs in list_indexed_logs(self._directories, indexes, self.counts):
                 with LocationRows() as rows:

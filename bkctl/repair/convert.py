@@ -95,8 +95,8 @@ def convert(
     is_built = state is not None and state.swapping
     if not is_built:
         converter.check()
-    if dry_run:
-        for source in () if is_built else converter.read_old():
+    if dry_run and not is_built:
+        for source in converter.read_old():
             converter.count(source.number, sum(1 for _ in source.places))
         return converter
     if state is None or not is_built:
@@ -112,6 +112,8 @@ def convert(
         state.write(path, files)
     for row, (ledgers, entries) in zip(converter.directories, state.counts, strict=True):
         row.ledgers, row.entries = ledgers, entries
+    if dry_run:
+        return converter
     converter.swap(state.stamp)
     if discard_old:  # While the progress file is there, another call continues the removal.
         for row in converter.directories:

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from bkctl.disk import Files
 from bkctl.errors import Corrupt, NotFound, UsageError
+from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
@@ -79,8 +80,10 @@ def rebuild(
 
     Ledgers that are dead in the metadata store are dropped. Without a store, `locations` has the ledgers that the
     `ledgers` database has (as in Apache's), and `ledgers` every ledger found in a log or journal. Raises UsageError for
-    directories of another storage class, OSError and BkctlError; after an error nothing has changed.
+    directories of another storage class, Conflict where a conversion stopped in its last step, OSError and BkctlError;
+    after an error nothing has changed.
     """
+    check_conversion(layout.index_dirs[0])
     storages = layout.storages()
     has_database = any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS))
     if not has_database and next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:

@@ -20,6 +20,7 @@ from typing import Final
 
 from bkctl.disk import DIRECTORY_MODE, FILE_MODE, Files, StorageFile
 from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageError
+from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader, first_files
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
@@ -86,6 +87,7 @@ def regenerate(
     Raises NotFound for a ledger without index and entries, UsageError if `ledgers` has one with an unknown key, OSError
     and BkctlError. After an error before the swap nothing has changed; in the swap each ledger has its old or new file.
     """
+    check_conversion(layout.index_dirs[0])
     for current in layout.index_dirs:
         if (current / "ledgers").is_dir() and (current / "locations").is_dir():
             raise UsageError(

@@ -278,7 +278,7 @@ def convert_index(
     with _repairing(run, layout, "Converting", "run the command again to continue", unit="entries") as how:
         done = convert(layout, to.value, discard_old=discard_old, **how)
     run.out.render(done.directories, CONVERTED_COLUMNS)
-    if done.resumed:
+    if done.resumed and done.done:
         run.out.note("The conversion continued where it was killed")
     if done.done:
         name = (

@@ -16,8 +16,9 @@ from support.failing_files import FailingFiles
 from support.golden import GoldenBookie
 from support.simulated_disk import SimulatedCrash
 
+from bkctl.checks.check import IndexCheck
 from bkctl.errors import Conflict, Corrupt, Unsupported, UsageError
-from bkctl.files.conversion import DB, INTERLEAVED
+from bkctl.files.conversion import DB, INTERLEAVED, ConversionState
 from bkctl.files.directories import BookieDirectories, FileKind
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
@@ -29,6 +30,7 @@ from bkctl.ids import LedgerId
 from bkctl.repair.convert import convert
 from bkctl.repair.layout import BookieLayout, find_layout
 from bkctl.repair.rebuild import rebuild
+from bkctl.repair.regenerate import regenerate
 
 KEY = master_key(b"secret")
 A, B, S = LedgerId(0, 4), LedgerId(0, 5), LedgerId(7, 5)
@@ -317,7 +319,7 @@ def test_a_conversion_resumes_after_any_failure(
     if to == INTERLEAVED:
         convert(layout, DB, discard_old=True)
     shutil.copytree(current, tmp_path / "original")
-    resumed = tried = 0
+    resumed = tried = swapping = 0
     # Every fourth operation in each of the four runs, each time others.
     for at in range(1 + (to == DB) + 2 * isinstance(error, OSError), 300, 4):
         tried += 1
@@ -330,8 +332,19 @@ def test_a_conversion_resumes_after_any_failure(
         except (SimulatedCrash, OSError):
             # The old index is all there, or the new one is.
             assert INDEX in (old(current), new(current))
-            if not (current / CONVERSION_NAME).exists() and new(current) == INDEX:
+            state = ConversionState.read(current / CONVERSION_NAME)
+            if state is None and new(current) == INDEX:
                 continue  # all but the last sync was done
+            if state is not None and state.swapping:
+                swapping += 1
+                for work in (
+                    lambda: rebuild(layout, ledgers=True, locations=True), lambda: regenerate(layout),
+                    lambda: list(IndexCheck(BookieDirectories.at(current.parent)).findings()),
+                ):  # fmt: skip
+                    with pytest.raises(Conflict, match="is not finished"):
+                        work()
+                planned = convert(layout, to, dry_run=True)
+                assert [(row.ledgers, row.entries) for row in planned.directories] == [(3, 4)]
             done = convert(layout, to)
             resumed += done.resumed
             assert new(current) == INDEX
@@ -343,6 +356,7 @@ def test_a_conversion_resumes_after_any_failure(
             break
     assert tried > 5
     assert resumed > tried // 2
+    assert swapping
 
 
 def _copy_new(source: str, target: str) -> None:
