@@ -490,7 +490,8 @@ def replace_bookie_id(
     """Replace a bookie id in the metadata of every ledger.
 
     For a bookie that returns under another id with all its data; entries are not moved. Covers every scope. Refused
-    while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id.
+    while the old id is registered, or if the new id does not exist. Exit code 3 if ledgers keep the old id, also for
+    --limit.
 
     $ bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run
     """

@@ -179,8 +179,8 @@ def replace_bookie(
     """Replace the bookie id `old` by `new` in the metadata of every ledger of every scope, by compare-and-set.
 
     Yields each ledger that names `old`; a ledger whose ensemble has `new` already, or whose metadata cannot be read,
-    stays unchanged. At most `limit` ledgers change, at that `pace`. Another run finishes an interrupted one. Raises
-    Unreachable. Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
+    stays unchanged. At most `limit` ledgers change, at that `pace`; the first one behind them is the last one yielded.
+    Another run finishes an interrupted one. Raises Unreachable. Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
     """
     manager = cluster.ledgers
     changed = 0
@@ -194,6 +194,7 @@ def replace_bookie(
         if not any(old in fragment.bookies for fragment in found.metadata.ensembles):
             continue
         if limit is not None and changed >= limit:
+            yield Replacement(ledger, 0, "left, as those behind it: --limit is reached")
             return
         planned = _replaced(ledger, found.metadata, old, new)[1]
         if dry_run or planned.problem is not None:

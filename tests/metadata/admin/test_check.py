@@ -264,5 +264,9 @@ def test_bookie_registered_during_the_check_is_not_dangling(cluster: Cluster) ->
 
 def test_unchanged_ledgers_do_not_count_towards_the_limit(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 4), GOOD._replace(ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
+    cluster.ledgers.create(LedgerId(0, 6), GOOD)
     done = list(replace_bookie(cluster, "b0:3181", "b9:1", limit=1))
-    assert [(each.ledger, each.problem is None) for each in done] == [(LedgerId(0, 4), False), (LedgerId(0, 5), True)]
+    assert [(each.ledger, each.problem is None) for each in done] == [
+        (LedgerId(0, 4), False), (LedgerId(0, 5), True), (LedgerId(0, 6), False)
+    ]  # fmt: skip
+    assert "--limit is reached" in str(done[-1].problem)
