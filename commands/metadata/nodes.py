@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
+from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
@@ -227,9 +227,9 @@ def undo_command(
     """Undo a command, from the undo file that it wrote.
 
     Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
-    and the exit code is 3. Undoing leaves an undo file, too, so --last twice restores what the command changed.
-    Restored nodes have a new creation time: the age of a ledger (--min-age) begins again unless its metadata has the
-    time.
+    and the exit code is 3. Undoing leaves an undo file, too, so --last twice restores what the command changed, but not
+    after an undo that did not end: undo FILE again continues that. Restored nodes have a new creation time: the age of
+    a ledger (--min-age) begins again unless its metadata has the time.
 
     An undo file belongs to the store that was changed, not to a copy that 'metadata migrate' or import made; the order
     of the hosts in the URI does not matter. Another store is refused.
@@ -274,7 +274,8 @@ def undo_command(
     outcomes = Counter[str]()
     redo, asks = None if run.dry_run else run.undo_file, _asking_bookies(run)
     undone = undo(run.cluster, path, dry_run=run.dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
-    run.out.render(tap(undone, lambda row: outcomes.update((row.outcome,))), UNDONE_COLUMNS)
+    with run.job.working("Undoing", left=f"'bkctl metadata undo {path}' continues"):
+        run.out.render(tap(undone, lambda row: outcomes.update((row.outcome,))), UNDONE_COLUMNS)
     if outcomes["moved"]:
         run.out.error(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "
@@ -309,13 +310,19 @@ def _asking_bookies(run: Run) -> LacksEntries:
 
 
 def _last_undo_file(run: Run) -> Path:
-    """Return the newest undo file of `cluster` that has changes. Raises NotFound."""
+    """Return the newest undo file of the cluster that has changes. Raises NotFound; Conflict if an undo did not end."""
     from bkctl.metadata.admin.undo import list_undo_files
 
     files = reversed(list_undo_files(run.consent.undo_directory))
     last = next((each for each in files if each.change_count and each.is_of(run.cluster)), None)
     if last is None:
         raise NotFound(f"No undo file of {run.cluster.uri} in {run.consent.undo_directory}", hint="name one as FILE")
+    if last.continues is not None:
+        raise Conflict(
+            f"The undo of {last.continues} did not end",
+            hint=f"'bkctl metadata undo {last.continues}' continues it; 'bkctl metadata undo {last.path}' takes back "
+            "what it did",
+        )
     command = shlex.join(last.command)
     run.out.note(f"{counted(last.change_count, 'change')} of {last.time}: {command}")
     return last.path

@@ -101,6 +101,21 @@ def test_a_command_that_changed_nothing_is_not_the_last_one(cli: Cli, store: Clu
     assert cli("autorecovery", "status", "-o", "json").json["enabled"] is True
 
 
+@pytest.mark.usefixtures("store")
+def test_an_undo_that_did_not_end_is_not_taken_back_by_the_same_words(cli: Cli) -> None:
+    assert cli("autorecovery", "disable").code == 0
+    [disabled] = cli("metadata", "undo", "--list", "-o", "ndjson").rows
+    assert cli("metadata", "undo", "--last", "--yes").code == 0
+    undone = Path(cli("metadata", "undo", "--list", "-o", "ndjson").rows[-1]["file"])
+    text = undone.read_text()
+    assert text.endswith('{"end":true}\n')
+    undone.write_text(text.removesuffix('{"end":true}\n'))
+    again = cli("metadata", "undo", "--last", "--yes")
+    assert (again.code, again.out) == (5, "")
+    assert f"'bkctl metadata undo {disabled['file']}' continues it" in again.err
+    assert cli("metadata", "undo", disabled["file"], "--yes").code == 0
+
+
 def test_on_a_terminal_the_last_change_is_undone_after_a_question(cli: Cli, store: Cluster) -> None:
     line = CommandLine(store.uri)
     assert cli("autorecovery", "disable").code == 0

@@ -9,7 +9,8 @@ An undo file is ndjson. The first line describes it, each other line is one chan
 
 `path` is a node below the cluster's root, `file` the file of a cookie on this host; `before` and `after` are its value,
 null where it does not exist. Each line is written before its change, so the last lines may describe changes that never
-happened. `{"void": PATH}` says that the last change of that node was refused.
+happened. `{"void": PATH}` says that the last change of that node was refused. The file of an undo names the file that
+it undoes as `undoes` in its first line, and ends with `{"end": true}` unless the undo did not end.
 
 A file belongs to one store, named by `store` (`MetadataUri.identity`): a copy of a cluster has the same instance id.
 Older files have no `store`, and the creation of shared nodes among their changes.
@@ -71,6 +72,8 @@ class UndoFile(Closing):
 
     def __init__(self, path: Path | None, cluster: Cluster, command: Sequence[str]) -> None:
         self.path = path
+        #: The file that these changes undo.
+        self.undoes: Path | None = None
         #: Number of recorded changes, without the refused ones.
         self.count = 0
         self._cluster = cluster
@@ -106,6 +109,12 @@ class UndoFile(Closing):
                 self._write({"void": path})
             self.count -= 1
 
+    def end(self) -> None:
+        """Record that an undo has come to its end."""
+        with self._lock:
+            if self._file is not None:
+                self._write({"end": True})
+
     def _record(self, kind: str, path: str, before: bytes | None, after: bytes | None) -> None:
         if self.path is not None:
             if self._file is None:
@@ -124,6 +133,7 @@ class UndoFile(Closing):
             "metadataUri": self._cluster.uri,
             "store": self._cluster.identity,
             "instanceId": self._cluster.instance_id(),
+            **({} if self.undoes is None else {"undoes": str(self.undoes.absolute())}),
         }
         make_private_directory(path.parent)
         # Ledger metadata holds passwords.
@@ -260,7 +270,10 @@ class UndoneChange(NamedTuple):
 
 
 class UndoFileSummary(NamedTuple):
-    """An undo file by its first line. `change_count` counts its changes."""
+    """An undo file by its first line. `change_count` counts its changes.
+
+    `continues` is the undo file to name to continue an undo that did not end, whose changes these are.
+    """
 
     path: Path
     time: str | None
@@ -270,6 +283,7 @@ class UndoFileSummary(NamedTuple):
     store: str | None
     instance_id: str | None
     change_count: int
+    continues: str | None = None
 
     def is_of(self, cluster: Cluster, *, moved: bool = False) -> bool:
         """Return whether the store of `cluster` is the one that was changed; with `moved`, at another URI now."""
@@ -301,19 +315,20 @@ def _summary(path: Path) -> UndoFileSummary | None:
             return None
         if header.get("format") != FORMAT:
             return None
-        lines = iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b"")
-        count = sum(-1 if line.startswith(b'{"void"') else 1 for line in lines)
-    return _described(path, header, count)
+        kinds = Counter(line[:6] for line in iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b""))
+    ends, voids = kinds[b'{"end"'], kinds[b'{"void']
+    found = _described(path, header, kinds.total() - ends - 2 * voids)
+    return found._replace(continues=None) if ends else found
 
 
 def _described(path: Path, header: dict[str, Any], count: int) -> UndoFileSummary:
-    names = ("time", "host", "metadataUri", "store", "instanceId")
-    when, host, uri, store, instance_id = (
+    names = ("time", "host", "metadataUri", "store", "instanceId", "undoes")
+    when, host, uri, store, instance_id, undoes = (
         value if isinstance(value := header.get(name), str) else None for name in names
     )
     command = header.get("command")
     words = tuple(map(str, command)) if isinstance(command, list) else ()
-    return UndoFileSummary(path, when, host, words, uri, store, instance_id, count)
+    return UndoFileSummary(path, when, host, words, uri, store, instance_id, count, undoes)
 
 
 def undo(
@@ -366,7 +381,9 @@ def undo(
                 break  # An incomplete line of a killed command: its change was never made.
             starts.append(at)
             at += len(line)
-        store = cluster.store if redo is None else redo.recorded().store
+        store = cluster.store
+        if redo is not None:
+            redo.undoes, store = path, redo.recorded().store
         refused: Counter[str] = Counter()
         for start in reversed(starts):
             file.seek(start)
@@ -376,12 +393,16 @@ def undo(
                 refused[voided] += 1
             elif refused.get(name := str(fields.get("path"))):
                 refused[name] -= 1
+            elif fields.get("end") is True:
+                continue
             elif "file" not in fields:
                 yield _undo_node(store, fields, where, dry_run, is_moved)
             elif described.host != os.uname().nodename:
                 raise Conflict(f"{where} changes a file of {described.host}", hint="run it on that host")
             else:
                 yield _undo_file(fields, where, dry_run, redo)
+        if redo is not None:
+            redo.end()
 
 
 def _of_another_store(file: UndoFileSummary, cluster: Cluster) -> Conflict:
