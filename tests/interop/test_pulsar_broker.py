@@ -154,6 +154,7 @@ def test_orphans_of_a_dead_broker_are_found_and_deleted(pulsar: Pulsar) -> None:
         ask("subscribe", topic, "again", 15)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pulsar", [("LZ4", 60)], indirect=True)
 def test_losses_are_found_exactly_beside_a_broker_under_load(pulsar: Pulsar) -> None:
     ask = pulsar.start()
@@ -199,6 +200,7 @@ def test_losses_are_found_exactly_beside_a_broker_under_load(pulsar: Pulsar) -> 
     assert looks == [planted] * len(looks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pulsar", [("ZLIB", 60)], indirect=True)
 def test_offloaded_ledgers_are_neither_lost_nor_orphans(pulsar: Pulsar, tmp_path: Path) -> None:
     def copies() -> dict[int, tuple[str, str | None]]:

@@ -68,6 +68,7 @@ def test_wheel_ignores_what_other_builds_left_in_the_checkout(tmp_path: Path) ->
     assert extension(files, "bkctl/files/_scan").startswith(b"\x7fELF")
 
 
+@pytest.mark.long
 def test_a_wheel_without_its_extensions_is_refused_where_they_are_required(tmp_path: Path) -> None:
     compiled.require_compiled()
     root = copy_checkout(tmp_path / "checkout")

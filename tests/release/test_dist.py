@@ -135,6 +135,7 @@ def test_wheel_installs_with_pipx_without_a_compiler(wheel: Path, tmp_path: Path
     assert (tmp_path / "man/man1/bkctl.1").is_file()
 
 
+@pytest.mark.long
 def test_one_file_runs_with_nothing_but_python(dist: Path, tmp_path: Path) -> None:
     env = without_compiler(tmp_path, SHIV_ROOT=str(tmp_path / "unpacked"))
     try_install([str(dist.parent / "release/onefile")], dict(os.environ) | {"BIN": str(BIN)})

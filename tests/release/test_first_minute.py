@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from release.test_dist import try_install, without_compiler
 from support.servers import require
 
@@ -35,6 +36,7 @@ def console(command: list[str], env: dict[str, str]) -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.long
 def test_a_cluster_a_scoped_ledger_and_the_console_within_a_minute(
     wheel: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
