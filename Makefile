@@ -110,7 +110,7 @@ $(BIN)/python:
 	@touch $@
 
 # uv installs so many packages with half of pip's processor time. It does not read pip's configuration: pip is the other way.
-.venv/.test: pyproject.toml release/requirements/test.txt $(EXTENSIONS) | $(BIN)/python
+.venv/.test: pyproject.toml release/requirements/test.txt release/requirements/uv.txt $(EXTENSIONS) | $(BIN)/python
 	@echo "make: installing bkctl and what its tests need into .venv: some minutes at the first time"
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r release/requirements/uv.txt
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r release/requirements/test.txt || \

@@ -126,8 +126,8 @@ class IndexCheck:
         """Yield the contradictions, log by log, then notes. Call it once.
 
         An index that cannot be read is noted in `counts.errors`; the check continues with the others. Raises NotFound
-        for a missing directory, Conflict where a conversion stopped in its last step, UsageError if it is unclear which
-        directories belong together.
+        for a missing directory, Conflict where a conversion stopped in its last step, Corrupt for its
+        progress file, UsageError if it is unclear which directories belong together.
         """
         return self.counts.watch(self._findings())
 

@@ -83,7 +83,8 @@ def rebuild(
     directories of another storage class, Conflict where a conversion stopped in its last step, OSError and BkctlError;
     after an error nothing has changed.
     """
-    check_conversion(layout.index_dirs[0])
+    for current in layout.index_dirs:
+        check_conversion(current)
     storages = layout.storages()
     has_database = any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS))
     if not has_database and next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:

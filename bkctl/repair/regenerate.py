@@ -87,8 +87,8 @@ def regenerate(
     Raises NotFound for a ledger without index and entries, UsageError if `ledgers` has one with an unknown key, OSError
     and BkctlError. After an error before the swap nothing has changed; in the swap each ledger has its old or new file.
     """
-    check_conversion(layout.index_dirs[0])
     for current in layout.index_dirs:
+        check_conversion(current)
         if (current / "ledgers").is_dir() and (current / "locations").is_dir():
             raise UsageError(
                 f"{current} has the databases of DbLedgerStorage, which has no index files",

@@ -274,7 +274,8 @@ def undo_command(
     outcomes = Counter[str]()
     redo, asks = None if run.dry_run else run.undo_file, _asking_bookies(run)
     undone = undo(run.cluster, path, dry_run=run.dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
-    with run.job.working("Undoing", left=f"'bkctl metadata undo {path}' continues"):
+    left = None if run.dry_run else f"'{shlex.join(['bkctl', 'metadata', 'undo', str(path)])}' continues"
+    with run.job.working("Undoing", left=left):
         run.out.render(tap(undone, lambda row: outcomes.update((row.outcome,))), UNDONE_COLUMNS)
     if outcomes["moved"]:
         run.out.error(

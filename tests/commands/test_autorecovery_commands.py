@@ -114,6 +114,8 @@ def test_an_undo_that_did_not_end_is_not_taken_back_by_the_same_words(cli: Cli) 
     assert (again.code, again.out) == (5, "")
     assert f"'bkctl metadata undo {disabled['file']}' continues it" in again.err
     assert cli("metadata", "undo", disabled["file"], "--yes").code == 0
+    assert cli("metadata", "undo", "--last", "--yes").code == 0
+    assert cli("autorecovery", "status", "-o", "json").json["enabled"] is False
 
 
 def test_on_a_terminal_the_last_change_is_undone_after_a_question(cli: Cli, store: Cluster) -> None:

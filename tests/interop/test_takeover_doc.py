@@ -23,7 +23,7 @@ START = 'bkctl bookie start -c "$C"'
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("storage", [pytest.param(SORTED, marks=pytest.mark.long), DB])
+@pytest.mark.parametrize("storage", [SORTED, DB])
 def test_commands_of_the_page_take_over_a_bookie_and_go_back(
     storage: str, java: Java, zookeeper: ZooKeeperServer, apache_bookie: Callable[..., ApacheBookie], tmp_path: Path
 ) -> None:

@@ -110,10 +110,16 @@ class UndoFile(Closing):
             self.count -= 1
 
     def end(self) -> None:
-        """Record that an undo has come to its end."""
+        """Record that an undo has come to its end, and that earlier ones of its file need no more to be continued."""
         with self._lock:
             if self._file is not None:
                 self._write({"end": True})
+        for each in [] if self.path is None or self.undoes is None else list_undo_files(self.path.parent):
+            if each.continues == str(cast(Path, self.undoes).absolute()):
+                with open(each.path, "r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read() == b"\n":  # else a killed command left half a line
+                        file.write(b'{"end":true}\n')
 
     def _record(self, kind: str, path: str, before: bytes | None, after: bytes | None) -> None:
         if self.path is not None:

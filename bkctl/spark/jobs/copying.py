@@ -16,7 +16,7 @@ With more scopes than SCOPES_MAX (one for each ledger, perhaps), or without `by_
 
 A ledger that is not closed is exported up to its last add confirmed. Without `counts/_SUCCESS` an export is incomplete.
 So `counts` is the manifest that a later export reads, which leaves out ledgers that this one has as they are closed.
-Ledgers that were deleted while the export ran may be in `ledgers` and, in part, in `entries`, but not in `counts`.
+Ledgers that were deleted while the export ran are DELETED in `counts`, and `entries` may have parts of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F
 
 from bkctl.client.ensemble import update_metadata
@@ -498,8 +499,13 @@ def export_ledgers(
 def _changed_since(spark: SparkSession, metadata: DataFrame, since: Sequence[str]) -> DataFrame:
     """Return the ledgers of `metadata` that no export of `since` has as they are closed."""
     for path in since:
-        counted = _counts(spark, path).filter(F.col("state") != _DELETED).agg(F.sum("entryCount")).first()
-        if counted is not None and _entries(spark, path).count() < (counted[0] or 0):
+        whole = _counts(spark, path).filter(F.col("state") != _DELETED)
+        (count,) = whole.agg(F.sum("entryCount")).collect()[0]
+        try:
+            found = _entries(spark, path).join(whole.select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi").count()
+        except AnalysisException:  # The directory is missing.
+            found = 0
+        if found < (count or 0):
             raise Corrupt(f"{path} has lost entries", hint="export without it, and do not rely on it")
     names = (QUALIFIED_NAME, "state", "lastEntryId", "size", "ctime")
     closed = _counts(spark, *since).filter(F.col("state") == "CLOSED")
@@ -597,8 +603,6 @@ def import_ledgers(
     ledger fails (`failed`, with a `message`), the job continues with the next one. Columns: copying.RESULT_COLUMNS.
     Raises NotFound without a complete export at `path`, and UsageError as refuse_speculation.
     """
-    from pyspark.errors import AnalysisException
-
     checked = SourceOptions(
         "import", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS, "ledgerPasswordFile", "ledgerPasswordEnv")
     )
@@ -617,7 +621,10 @@ def import_ledgers(
     exported = counts.select(QUALIFIED_NAME, "entryCount", "size", F.col("state").alias("exported"))
     ledgers = known.join(exported, QUALIFIED_NAME, "full").filter(~F.col("exported").eqNullSafe(_DELETED))
     is_whole = F.col("entryCount").isNotNull() & F.col("ensembleSize").isNotNull()
-    message = "the export has lost its metadata or its counts: export the ledger again"
+    message = (
+        "the export has lost its metadata or its counts (or an earlier bkctl made it while the ledger was deleted): "
+        "export the ledger again"
+    )
     lost = [
         CopyResult(each.source, each.target, FAILED, message=message).row()
         for each in _planned(ledgers.filter(~is_whole), to_scope_id)

@@ -365,10 +365,14 @@ def test_an_undo_that_did_not_end_names_the_file_that_continues_it(cluster: Clus
         kept.recorded().store.put("m", b"1", NEW)
     with UndoFile(tmp_path / "b", cluster, []) as redo:
         next(undo(cluster, tmp_path / "a", redo=redo))
+
+    def found() -> dict[str, tuple[int, str | None]]:
+        return {each.path.name: (each.change_count, each.continues) for each in list_undo_files(tmp_path)}
+
+    assert found() == {"a": (2, None), "b": (1, str(tmp_path / "a"))}
     with UndoFile(tmp_path / "c", cluster, []) as redo:
         assert [each.outcome for each in undo(cluster, tmp_path / "a", redo=redo)] == ["already", "restored"]
-    found = {each.path.name: (each.change_count, each.continues) for each in list_undo_files(tmp_path)}
-    assert found == {"a": (2, None), "b": (1, str(tmp_path / "a")), "c": (1, None)}
+    assert found() == {"a": (2, None), "b": (1, None), "c": (1, None)}
 
 
 def test_undo_files_of_a_directory_are_listed_with_their_changes(cluster: Cluster, tmp_path: Path) -> None:

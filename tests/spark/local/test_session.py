@@ -245,7 +245,10 @@ def test_jobs_need_neither_pyspark_nor_java(tmp_path: Path) -> None:
 
     facts, page = tmp_path / "facts", tmp_path / "report.html"
     run("extract", files.directory, facts)
-    for job in (["inventory", "--by", "application"], ["integrity"], ["garbage"], ["journal-audit"]):
+    for job in (
+        ["inventory", "--by", "ledger"], ["inventory", "--by", "application"], ["integrity"], ["garbage"],
+        ["journal-audit"],
+    ):  # fmt: skip
         from_files = run(*job, files.directory)
         assert from_files or job == ["integrity"]
         assert run(*job, "--facts", facts) == from_files
