@@ -152,7 +152,9 @@ async def _chunks(file: int) -> AsyncIterator[tuple[bytes, bool]]:
 
 def _is_readable(file: int) -> bool:
     """Return whether `file` has input or is at its end."""
-    return bool(select.select([file], [], [], 0)[0])
+    poll = select.poll()  # select knows 1,024 open files
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 async def _readable(file: int) -> None:

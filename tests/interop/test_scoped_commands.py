@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-import select
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,7 @@ def read_for(stream: Any, size: int, timeout_s: float = LIMIT_S) -> bytes:
     found = b""
     deadline = time.monotonic() + timeout_s
     while len(found) < size and time.monotonic() < deadline:
-        if select.select([stream], [], [], 0.2)[0]:
+        if wait([stream], 0.2):
             data = stream.read1(size - len(found))
             if not data:
                 break

@@ -9,12 +9,12 @@ import json
 import os
 import pty
 import re
-import select
 import struct
 import subprocess
 import sys
 import termios
 from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -147,7 +147,7 @@ class CommandLine:
         ) as process:  # fmt: skip
             os.close(theirs)
             seen = b""
-            while select.select([ours], [], [], LIMIT_S)[0]:
+            while wait([ours], LIMIT_S):
                 try:
                     part = os.read(ours, 65536)
                 except OSError:  # the last one who wrote is gone

@@ -23,10 +23,13 @@ class Live:
         self.options = {"metadataUri": metadata_uri}
         self._clients: list[Client] = []
 
+    def _new_client(self) -> Client:
+        options = {**self.options, "timeoutSeconds": f"{LIMIT_S:.0f}"}
+        return Client(ClusterOptions(SourceOptions("test", options, CONNECTION_OPTIONS)))
+
     def client(self) -> Client:
         """A client; closed with the cluster."""
-        options = {**self.options, "timeoutSeconds": f"{LIMIT_S:.0f}"}
-        self._clients.append(Client(ClusterOptions(SourceOptions("test", options, CONNECTION_OPTIONS))))
+        self._clients.append(self._new_client())
         return self._clients[-1]
 
     def close(self) -> None:
@@ -54,11 +57,11 @@ class Live:
         written = self.open(ledger, **settings)
         written.add(payloads)
         written.close()
+        self._clients.pop().close()  # A process of tests has many ledgers.
         return written.ledger
 
     def read(self, ledger: LedgerId) -> list[bytes]:
         """The payloads of a ledger, as our client reads them."""
-        client = self.client()
 
         async def payloads() -> list[bytes]:
             handle = await client.bookkeeper.open_ledger(
@@ -68,11 +71,13 @@ class Live:
                 return []
             return [entry.payload async for entry in handle.read(0, handle.last_add_confirmed)]
 
-        return client.run(payloads())
+        with self._new_client() as client:
+            return client.run(payloads())
 
     def ledgers(self, scope_id: int | None = None) -> set[LedgerId]:
         """Return all ledgers, or the ledgers of a scope."""
-        return set(self.client().cluster.ledgers.ledgers(scope_id))
+        with self._new_client() as client:
+            return set(client.cluster.ledgers.ledgers(scope_id))
 
 
 class OpenLedger:
