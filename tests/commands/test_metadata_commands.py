@@ -374,7 +374,9 @@ def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Clu
     assert cli(*words, "--rate", 0).code == 2
     planned = cli(*words, "--dry-run", "-o", "ndjson").rows
     assert [row["ledgerQualifiedName"][-1] + row["ledgerScopeId"] for row in planned] == ["50", "57"]
-    assert cli(*words, "--limit", 1, "--yes", "--undo", undo, "-o", "id").out == "5\n"
+    limited = cli(*words, "--limit", 1, "--yes", "--undo", undo, "-o", "ndjson")
+    assert (limited.code, limited.rows[:1]) == (3, applied(planned[:1]))
+    assert "--limit is reached" in limited.rows[1]["problem"]
     assert cli(*words, "--rate", 100, "--yes", "--undo", "none", "-o", "ndjson").rows == applied(planned[1:])
     assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == ""
     assert cli("metadata", "undo", undo, "--yes").code == 0
