@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,25 @@ async def test_files_that_epoll_cannot_watch_are_read(tmp_path: Path, content: b
     with path.open("rb") as file:
         await asyncio.wait_for(write_stream(writer, file.fileno(), LineSplitter()), LIMIT_S)
     assert writer.entries == (content or b"").split()
+
+
+async def test_a_process_with_many_open_files_reads_a_pipe() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("more than 1,024 open files are not allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    source, sink = os.pipe()
+    try:
+        high = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, 1024)
+        try:
+            writer: Any = Writer()
+            writer.may_add.set()
+            os.write(sink, b"one\n")
+            os.close(sink)
+            await asyncio.wait_for(write_stream(writer, high, LineSplitter()), LIMIT_S)
+            assert writer.entries == [b"one"]
+        finally:
+            os.close(high)
+    finally:
+        os.close(source)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
