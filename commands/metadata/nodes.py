@@ -15,6 +15,7 @@ from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerNotFound, NotFo
 
 from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
+from ..kit.next_steps import pasted
 from ..kit.options import BinaryFormat, BinaryFormatOption, count_option, flag, word
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
@@ -251,7 +252,7 @@ def undo_command(
     $ bkctl metadata undo --list
     $ bkctl metadata undo --last --dry-run
     """
-    from bkctl.metadata.admin.undo import list_undo_files, undo
+    from bkctl.metadata.admin.undo import end_undos, list_undo_files, undo
 
     given = [name for name, is_given in (("FILE", file), ("--last", last), ("--list", list_files)) if is_given]
     if not given:
@@ -274,9 +275,10 @@ def undo_command(
     outcomes = Counter[str]()
     redo, asks = None if run.dry_run else run.undo_file, _asking_bookies(run)
     undone = undo(run.cluster, path, dry_run=run.dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
-    left = None if run.dry_run else f"'{shlex.join(['bkctl', 'metadata', 'undo', str(path)])}' continues"
-    with run.job.working("Undoing", left=left):
+    with run.job.working("Undoing", left=None if run.dry_run else f"'{_undoing(path)}' continues"):
         run.out.render(tap(undone, lambda row: outcomes.update((row.outcome,))), UNDONE_COLUMNS)
+    if not run.dry_run:
+        end_undos(run.consent.undo_directory, path)
     if outcomes["moved"]:
         run.out.error(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "
@@ -310,6 +312,11 @@ def _asking_bookies(run: Run) -> LacksEntries:
     return lacks_entries
 
 
+def _undoing(file: Path | str) -> str:
+    """Return the command that undoes the changes in a file, to be pasted."""
+    return pasted(shlex.join(("bkctl", "metadata", "undo", str(file))))
+
+
 def _last_undo_file(run: Run) -> Path:
     """Return the newest undo file of the cluster that has changes. Raises NotFound; Conflict if an undo did not end."""
     from bkctl.metadata.admin.undo import list_undo_files
@@ -321,8 +328,7 @@ def _last_undo_file(run: Run) -> Path:
     if last.continues is not None:
         raise Conflict(
             f"The undo of {last.continues} did not end",
-            hint=f"'bkctl metadata undo {last.continues}' continues it; 'bkctl metadata undo {last.path}' takes back "
-            "what it did",
+            hint=f"'{_undoing(last.continues)}' continues it; '{_undoing(last.path)}' takes back what it did",
         )
     command = shlex.join(last.command)
     run.out.note(f"{counted(last.change_count, 'change')} of {last.time}: {command}")

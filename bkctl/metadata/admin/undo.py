@@ -10,7 +10,7 @@ An undo file is ndjson. The first line describes it, each other line is one chan
 `path` is a node below the cluster's root, `file` the file of a cookie on this host; `before` and `after` are its value,
 null where it does not exist. Each line is written before its change, so the last lines may describe changes that never
 happened. `{"void": PATH}` says that the last change of that node was refused. The file of an undo names the file that
-it undoes as `undoes` in its first line, and ends with `{"end": true}` unless the undo did not end.
+it undoes as `undoes` in its first line, and ends with `{"end":true}` unless the undo did not end.
 
 A file belongs to one store, named by `store` (`MetadataUri.identity`): a copy of a cluster has the same instance id.
 Older files have no `store`, and the creation of shared nodes among their changes.
@@ -47,6 +47,8 @@ FORMAT: Final = "bkctl-undo"
 VERSION: Final = 1
 #: Two values in base64 and a path.
 LINE_SIZE_BYTES_MAX: Final = 3 * VALUE_SIZE_BYTES_MAX
+#: The last line of the file of an undo that has ended.
+_END: Final = b'{"end":true}\n'
 #: More nodes than commands read ahead of their changes.
 _READ_COUNT_MAX: Final = 1024
 #: Layouts and directories that whole clusters share: whichever command created them, undoing it leaves them.
@@ -108,18 +110,6 @@ class UndoFile(Closing):
             if self._file is not None:
                 self._write({"void": path})
             self.count -= 1
-
-    def end(self) -> None:
-        """Record that an undo has come to its end, and that earlier ones of its file need no more to be continued."""
-        with self._lock:
-            if self._file is not None:
-                self._write({"end": True})
-        for each in [] if self.path is None or self.undoes is None else list_undo_files(self.path.parent):
-            if each.continues == str(cast(Path, self.undoes).absolute()):
-                with open(each.path, "r+b") as file:
-                    file.seek(-1, os.SEEK_END)
-                    if file.read() == b"\n":  # else a killed command left half a line
-                        file.write(b'{"end":true}\n')
 
     def _record(self, kind: str, path: str, before: bytes | None, after: bytes | None) -> None:
         if self.path is not None:
@@ -313,6 +303,17 @@ def list_undo_files(directory: Path) -> list[UndoFileSummary]:
     return sorted(known, key=lambda each: (each.time or "", each.path.stat().st_mtime_ns, each.path))
 
 
+def end_undos(directory: Path, path: Path) -> None:
+    """Record in the undo files of `directory` that the undos of the file at `path` are not to be continued any more."""
+    with suppress(PermissionError):  # Where files are another user's, nothing looks for the last one either.
+        for each in list_undo_files(directory):
+            if each.continues == str(path.absolute()):
+                with open(each.path, "r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read() == b"\n":  # else a killed command left half a line
+                        file.write(_END)
+
+
 def _summary(path: Path) -> UndoFileSummary | None:
     with open(path, "rb") as file:
         try:
@@ -321,10 +322,11 @@ def _summary(path: Path) -> UndoFileSummary | None:
             return None
         if header.get("format") != FORMAT:
             return None
-        kinds = Counter(line[:6] for line in iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b""))
-    ends, voids = kinds[b'{"end"'], kinds[b'{"void']
-    found = _described(path, header, kinds.total() - ends - 2 * voids)
-    return found._replace(continues=None) if ends else found
+        count, line = 0, b""
+        for line in iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b""):
+            count += -1 if line.startswith(b'{"void"') else line != _END
+    found = _described(path, header, count)
+    return found._replace(continues=None) if line == _END else found
 
 
 def _described(path: Path, header: dict[str, Any], count: int) -> UndoFileSummary:
@@ -407,8 +409,6 @@ def undo(
                 raise Conflict(f"{where} changes a file of {described.host}", hint="run it on that host")
             else:
                 yield _undo_file(fields, where, dry_run, redo)
-        if redo is not None:
-            redo.end()
 
 
 def _of_another_store(file: UndoFileSummary, cluster: Cluster) -> Conflict:

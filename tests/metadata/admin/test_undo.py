@@ -18,7 +18,7 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict,
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.undo import UndoFile, list_undo_files, undo
+from bkctl.metadata.admin.undo import UndoFile, end_undos, list_undo_files, undo
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoveryState
@@ -372,6 +372,7 @@ def test_an_undo_that_did_not_end_names_the_file_that_continues_it(cluster: Clus
     assert found() == {"a": (2, None), "b": (1, str(tmp_path / "a"))}
     with UndoFile(tmp_path / "c", cluster, []) as redo:
         assert [each.outcome for each in undo(cluster, tmp_path / "a", redo=redo)] == ["already", "restored"]
+    end_undos(tmp_path, tmp_path / "a")
     assert found() == {"a": (2, None), "b": (1, None), "c": (1, None)}
 
 
