@@ -43,7 +43,10 @@ def ledger_rows(ledgers: Iterable[tuple[LedgerId, VersionedMetadata]]) -> Iterat
 
     for ledger, (metadata, _, ctime_ms) in ledgers:
         fragments, custom = metadata.ensembles, metadata.custom_metadata
-        ensembles, (shown, pulsar) = getattr(fragments, "shown", None), getattr(custom, "shown", None) or (None, None)
+        try:
+            ensembles, (shown, pulsar) = fragments.shown, custom.shown  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            ensembles = shown = None
         if ensembles is None:
             ensembles = SharedObject((str(first_entry_id), list(bookies)) for first_entry_id, bookies in fragments)
             if isinstance(fragments, Ensembles):

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 from bkctl.errors import (
     AlreadyExists,
     BkctlError,
+    Conflict,
     Corrupt,
     LedgerExists,
     LedgerNotFound,
@@ -257,7 +258,7 @@ class LedgerManager(StoredLedgerIds):
         places, paths = tee(attempt(self._path_to_read, ledger) for ledger in asked)
         for values in self.store.get_batches(path for path in paths if isinstance(path, str)):
             batch = list(islice(places, len(values)))
-            while lacking := len(values) - sum(isinstance(path, str) for path in batch):
+            while lacking := len(values) - len([path for path in batch if isinstance(path, str)]):
                 batch += islice(places, lacking)
             if len(batch) > len(values):
                 remaining = iter(values)
@@ -399,11 +400,19 @@ class LedgerManager(StoredLedgerIds):
     def _prepare_scopes(self) -> None:
         """Prepare the store for scoped ledgers."""
 
+    def _check_scopes(self) -> bool:
+        """Return whether scoped ledgers have a place. Raises Conflict where it is another cluster's."""
+        return True
+
     def _path_to_read(self, ledger: LedgerId) -> str:
         try:
-            if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
+            if ledger.scope_id:
+                self._check_scopes()
+            elif ledger.ledger_id > I64_MAX:
                 raise UsageError(f"Ledger id {ledger.ledger_id} is 2^63 or more")
             return self.path(ledger)
+        except Conflict as error:
+            raise LedgerNotFound(f"No ledger {ledger} in {self.store.name}", hint=str(error)) from error
         except UsageError as error:
             raise LedgerNotFound(
                 f"No ledger {ledger} in {self.store.name}: no ledger of scope 0 can have this id here"

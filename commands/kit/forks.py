@@ -20,15 +20,15 @@ from bkctl.errors import BkctlError
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: More would wait for the process that reads.
-_COUNT: Final = 2
+#: One more than two CPUs need, so that none waits while this process is busy with something else.
+_COUNT: Final = 3
 #: Objects between two collections of garbage: a batch has thousands, and none of them is garbage.
 _COLLECTION: Final = 50_000
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Forks(Generic[T, R]):
-    """Two processes that call `work` with what `map` gives them; none where this process is not to be forked.
+    """Three processes that call `work` with what `map` gives them; none where this process is not to be forked.
 
     They end with this process, whatever ends it. A context manager.
     """

@@ -9,9 +9,10 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from typing import Final
 
-from bkctl.errors import AlreadyExists, Conflict, IllegalOperation, LedgerNotFound, NotFound, UsageError
+from bkctl.errors import AlreadyExists, Conflict, IllegalOperation, NotFound, UsageError
 from bkctl.ids import I64_MAX, LedgerId, ledger_ids
 from bkctl.metadata.ledgers import INSTANCE_ID, SCOPES, LedgerManager, ScopesState
 from bkctl.metadata.store import NEW, create_if_missing, names_in, walk_levels
@@ -182,14 +183,6 @@ class ZooKeeperLedgerManager(LedgerManager):
         if scope_id != 0:
             yield from self._scoped_batches(scope_id, after)
 
-    def _path_to_read(self, ledger: LedgerId) -> str:
-        if ledger.is_scoped:
-            try:
-                self._check_scopes()
-            except Conflict as error:
-                raise LedgerNotFound(f"No ledger {ledger} in {self.store.name}", hint=str(error)) from error
-        return super()._path_to_read(ledger)
-
     def _prunable_count(self, ledger: LedgerId, path: str) -> int:
         return path.count("/") - (1 if ledger.is_scoped else 0)  # never `scopes` itself
 
@@ -289,8 +282,12 @@ def _leaf_numbers(names: list[str]) -> list[int]:
 
 
 def _short_path(ledger_id: int) -> str:
-    digits = f"{ledger_id:010d}"
-    return f"{digits[:2]}/{digits[2:6]}/L{digits[6:]}"
+    return _short_directory(ledger_id // 10_000) + f"/L{ledger_id % 10_000:04d}"
+
+
+@lru_cache(maxsize=64)  # Lists name ten thousand ledgers in each.
+def _short_directory(number: int) -> str:
+    return f"{number // 10_000:02d}/{number % 10_000:04d}"
 
 
 def _long_path(ledger_id: int) -> str:

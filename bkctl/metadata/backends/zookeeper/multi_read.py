@@ -17,7 +17,7 @@ _ERROR: Final = -1
 _NO_NODE: Final = -101
 _INT = struct.Struct(">i")
 _MULTI_HEADER = struct.Struct(">i?i")  # type, done, error
-_READ = struct.Struct(">i?ii")  # a multi header, and the length of the path
+_READ = struct.Struct(">i?ii")  # a multi header, and the first number behind it
 _MULTI_END: Final = _MULTI_HEADER.pack(-1, True, -1)
 _STAT = struct.Struct(">qqqqiiiqiiq")
 _TIME_VERSION = struct.Struct(">16xq8xi")  # the first fields of a stat
@@ -60,40 +60,32 @@ def parse_answers(data: bytes, at: int, operation: str, count: int) -> list[Any]
     code, parse = OPERATIONS[operation][:2]
     answers: list[Any] = []
     for _ in range(count):
-        kind, _, error = _MULTI_HEADER.unpack_from(data, at)
-        at += _MULTI_HEADER.size
-        if kind == _ERROR:
-            answers.append(None if error == _NO_NODE else NO_ANSWER)
-            at += _INT.size
-        elif kind == code:
-            answer, at = parse(data, at)
+        kind, _, error, number = _READ.unpack_from(data, at)
+        at += _READ.size
+        if kind == code:
+            answer, at = parse(data, at, number)
             answers.append(answer)
+        elif kind == _ERROR:
+            answers.append(None if error == _NO_NODE else NO_ANSWER)
         else:
             raise ValueError("an answer to another request")
     return answers
 
 
-def _value(data: bytes, start: int) -> tuple[Versioned[bytes], int]:
-    at = _end(data, start)
+def _value(data: bytes, start: int, size: int) -> tuple[Versioned[bytes], int]:
+    at = start + size if size > 0 else start  # -1: null
     ctime_ms, version = _TIME_VERSION.unpack_from(data, at)
     # A call of the class takes twice as long.
-    return tuple.__new__(Versioned, (data[start + 4 : at], version, ctime_ms)), at + _STAT.size
+    return tuple.__new__(Versioned, (data[start:at], version, ctime_ms)), at + _STAT.size
 
 
-def _origin(data: bytes, start: int) -> tuple[Origin, int]:
-    at = _end(data, start)
+def _origin(data: bytes, start: int, size: int) -> tuple[Origin, int]:
+    at = start + max(size, 0)
     stat = _STAT.unpack_from(data, at)
     return Origin(stat[0], stat[7]), at + _STAT.size
 
 
-def _end(data: bytes, start: int) -> int:
-    """Return the end of a node's value, which begins with its length; the stat is behind it."""
-    return start + 4 + int(max(_INT.unpack_from(data, start)[0], 0))  # -1: null
-
-
-def _names(data: bytes, start: int) -> tuple[list[str], int]:
-    count = _INT.unpack_from(data, start)[0]
-    at = start + 4
+def _names(data: bytes, at: int, count: int) -> tuple[list[str], int]:
     if count <= 0:
         return [], at
     # Names mostly have one length. Then the length before each name is one separator, and no name contains its zeros.
@@ -122,7 +114,7 @@ class Operation(NamedTuple):
     """
 
     code: int
-    parse: Callable[[bytes, int], tuple[Any, int]]
+    parse: Callable[[bytes, int, int], tuple[Any, int]]
     convert: Callable[[Any], Any]
     first_size: int
     grow_below: int
@@ -131,7 +123,7 @@ class Operation(NamedTuple):
 
 OPERATIONS: Final = {
     "get": Operation(
-        4, _value, lambda found: Versioned(found[0], found[1].version, found[1].ctime), 64, 1 << 18, 1 << 21
+        4, _value, lambda found: Versioned(found[0], found[1].version, found[1].ctime), 64, 1 << 19, 1 << 21
     ),
     "children": Operation(8, _names, sorted, 4, 40_000, 400_000),
     "origin": Operation(4, _origin, lambda found: Origin(found[1].czxid, found[1].ephemeralOwner), 256, 0, 1 << 21),

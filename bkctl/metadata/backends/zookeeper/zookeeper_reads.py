@@ -30,9 +30,9 @@ from bkctl.metadata.backends.zookeeper.multi_read import (
     parse_answers,
 )
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection, end_client
-from bkctl.metadata.store import StoredValue, Versioned
+from bkctl.metadata.store import StoredValue, Versioned, full_paths
 
-_BATCH_SIZE_MAX: Final = 512
+_BATCH_SIZE_MAX: Final = 1024
 #: With fewer batches, a listing waits for the server.
 _UNDER_WAY: Final = 4
 #: Fewer reads are not worth a session of their own.
@@ -140,16 +140,16 @@ class ZooKeeperReads(SessionStore):
 
     def _begin(self, operation: str, paths: list[str], size: int) -> tuple[list[str], _Finish]:
         """Ask for the nodes at `paths`; return these, and the function that waits for the answers."""
-        full_paths = [self._connection.full(path) for path in paths]
+        nodes = full_paths(self.root, paths)
         # A full batch promises more to come, which is worth a session of its own.
         is_full = len(paths) == size
         if (is_full or len(paths) >= _MULTI_READ_MIN) and (client := self._client_of_many(is_full)) is not None:
             # The server answers in order, so reads after the `sync` see all changes acknowledged before it.
-            client.sync_async(full_paths[0])
+            client.sync_async(nodes[0])
             result = client.handler.async_result()
-            client._call(MultiRead(OPERATIONS[operation].code, full_paths), result)
+            client._call(MultiRead(OPERATIONS[operation].code, nodes), result)
             return paths, partial(self._finish_many, operation, len(paths), result)
-        return paths, partial(self._finish_each, operation, [self._request(operation, full) for full in full_paths])
+        return paths, partial(self._finish_each, operation, [self._request(operation, full) for full in nodes])
 
     def _finish_many(self, operation: str, count: int, result: Any) -> Answers:
         connection = self._connection
