@@ -53,23 +53,13 @@ def _minute(minutes: int) -> str:
     return f"T{minutes // 60:02d}:{minutes % 60:02d}:"
 
 
-@lru_cache(maxsize=60)
-def _second(seconds: int) -> str:
-    return f"{seconds:02d}."
-
-
-@lru_cache(maxsize=1000)
-def _millisecond(milliseconds: int) -> str:
-    return f"{milliseconds:03d}Z"
-
-
 def iso_time(milliseconds: int) -> str:
     """Return ISO 8601 in UTC with milliseconds, ending in Z; out of the calendar's range the number itself."""
     days, rest_ms = divmod(milliseconds, 86_400_000)
     if (day := _day(days)) is None:
         return str(milliseconds)
     minutes, rest_ms = divmod(rest_ms, 60_000)
-    return day + _minute(minutes) + _second(rest_ms // 1000) + _millisecond(rest_ms % 1000)
+    return f"{day}{_minute(minutes)}{rest_ms / 1000:06.3f}Z"
 
 
 def base64_text(data: bytes | bytearray | memoryview) -> str:
