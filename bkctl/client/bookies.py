@@ -11,19 +11,21 @@ import contextlib
 import functools
 import random
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 from typing import Protocol as Interface
 from weakref import WeakSet
 
 from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
 from bkctl.config import ClientConfig
 from bkctl.errors import BkctlError, BookieUnavailable
+from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
-from bkctl.metadata.cluster import RegisteredBookie
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.racks import KnownRacks
 from bkctl.protocol.connection import Answered, BookieConnection, FutureAnswer, is_abandoned
 from bkctl.protocol.messages import (
@@ -37,12 +39,6 @@ from bkctl.protocol.messages import (
     error_for,
 )
 from bkctl.tasks import cancel_and_wait
-
-if TYPE_CHECKING:
-    import ssl
-
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster
 
 T = TypeVar("T")
 R = TypeVar("R")

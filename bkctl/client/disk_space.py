@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Collection, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, ProtocolError, TimedOut
 from bkctl.ids import I64_MAX
+from bkctl.metadata.admin.health import HealthFinding
+from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.protocol.messages import BookieInfoFlags, BookieInfoRequest, BookieInfoResponse, Protocol, Status, error_for
 from bkctl.tasks import in_order
-
-if TYPE_CHECKING:
-    from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.cluster import RegisteredBookie
-
 
 #: Bookies that are asked at once. A dead one keeps its place for the timeout.
 ASKED_AT_ONCE: Final = 256

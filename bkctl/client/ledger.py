@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from bkctl.client.bookies import DEFAULT_CONFIG, BookiePool
 from bkctl.client.ensemble import check_quorums
@@ -25,20 +26,16 @@ from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, RecoveryPlan, find_loss, recover, watch_writer
 from bkctl.client.write_handle import WriteFlag, WriteHandle
+from bkctl.config import ClientConfig
 from bkctl.errors import BkctlError, IllegalOperation, LedgerExists, Unauthorized, UsageError, restated
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, AnyLedgerId, LedgerId
+from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import StoreSecurity
 from bkctl.protocol.messages import Protocol
 from bkctl.tasks import run_to_end
-
-if TYPE_CHECKING:
-    import ssl
-
-    from bkctl.config import ClientConfig
-    from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.store import StoreSecurity
 
 TIMEOUT_S: Final = 30.0
 #: Generated ledger ids to try; all of them exist only in a broken store.

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, BookiePool, error_of, failure
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
@@ -29,6 +29,8 @@ from bkctl.errors import (
 )
 from bkctl.formats.entry import INVALID_ENTRY_ID, DigestManager, read_entry_header
 from bkctl.formats.metadata import LedgerMetadata
+from bkctl.ids import LedgerId
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.protocol.connection import Answered, Outcome
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -45,10 +47,6 @@ from bkctl.protocol.messages import (
     Response,
     Status,
 )
-
-if TYPE_CHECKING:
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.ledgers import VersionedMetadata
 
 #: Reads in flight of one range: at most this many, and about this many bytes.
 WINDOW_COUNT_MAX: Final = 1024

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from bkctl.errors import BkctlError, Corrupt, ProtocolError, TimedOut, Unreachable
 from bkctl.http.bookie_client import BookieApi, DiskSpace, GarbageCollection
@@ -34,14 +34,11 @@ from bkctl.http.bookie_metrics import (
 )
 from bkctl.http.client import shortened
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.health import health_finding
+from bkctl.metadata.admin.health import HealthFinding, health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AutoRecoveryState, LedgerMarks
-
-if TYPE_CHECKING:
-    from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 T = TypeVar("T")
 

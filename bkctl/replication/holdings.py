@@ -13,19 +13,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.underreplication import LedgerMarks, UnderreplicatedLedger
 from bkctl.replication.fragments import EntrySpan, LedgerFragment
-
-if TYPE_CHECKING:
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 # --- holdings ---------------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from bkctl.client.ledger import BookKeeper
+from bkctl.config import BookieConfig
 from bkctl.errors import (
     BkctlError,
     Conflict,
@@ -31,6 +33,8 @@ from bkctl.errors import (
     NotFound,
     Unreachable,
 )
+from bkctl.ids import LedgerId
+from bkctl.metadata.store import Claim
 from bkctl.metadata.underreplication import (
     AutoRecoveryState,
     ReplicationFailure,
@@ -50,12 +54,6 @@ from bkctl.replication.replicator import (
 from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import WorkerStats
 from bkctl.tasks import cancel_and_wait, run_to_end, run_together
-
-if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.config import BookieConfig
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.store import Claim
 
 log: Final = logging.getLogger("bkctl.replication")
 
