@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, ProtocolError, TimedOut
 from bkctl.ids import I64_MAX
-from bkctl.metadata.admin.health import HealthFinding
+from bkctl.metadata.admin.health import HealthFinding, health_finding, read_only_finding
+from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.protocol.messages import BookieInfoFlags, BookieInfoRequest, BookieInfoResponse, Protocol, Status, error_for
 from bkctl.tasks import in_order
@@ -124,9 +125,6 @@ async def disk_findings(
 
     Those of read-only bookies replace the ones of the metadata, which do not know the reason.
     """
-    from bkctl.metadata.admin.health import health_finding, read_only_finding
-    from bkctl.metadata.admin.health_codes import HealthCode
-
     findings = []
     async for space in disk_space(bookkeeper, bookies, wait_s):
         bookie_id = space.bookie.bookie_id

@@ -243,7 +243,6 @@ class _Fields:
         return self._typed(name, "boolean", lambda value: {"True": True, "False": False}[str(value).capitalize()])
 
     def integer(self, name: str) -> int:
-        """Return a whole number."""
         return self._typed(name, "whole number", _whole)
 
     def text(self, name: str) -> str:

@@ -19,7 +19,7 @@ from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.departure import BLOCKING_RESULTS, Decommission
 from bkctl.replication.holdings import plan_move
-from bkctl.tasks import drop_error
+from bkctl.tasks import cancel_and_wait, drop_error
 
 if TYPE_CHECKING:
     import ssl
@@ -201,7 +201,6 @@ class Service:
         self._with_client(work)
 
     def _with_client(self, work: Callable[[BookKeeper], Awaitable[None]]) -> None:
-        """Run long work in the background with its own client."""
 
         async def run() -> None:
             async with self._client(await self.cluster()) as bookkeeper:
@@ -212,8 +211,7 @@ class Service:
     async def close(self) -> None:
         """Cancel background work, and close the client and the cluster."""
         if self._background is not None:
-            self._background.cancel()
-            await asyncio.gather(self._background, return_exceptions=True)
+            await cancel_and_wait(self._background)
         if self._bookkeeper is not None:
             await self._bookkeeper.close()
         if self._opening is not None:

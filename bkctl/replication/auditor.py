@@ -63,7 +63,6 @@ class _PeriodicCheck:
     due_s: float
 
     def schedule_next(self, now_s: float) -> None:
-        """Move the next time past `now_s`."""
         if self.interval_s == 0:
             self.due_s = float("inf")
         while self.due_s <= now_s:
@@ -177,7 +176,6 @@ class Auditor:
 
     @property
     def _is_checking(self) -> bool:
-        """True while a check of all ledgers runs."""
         return self._check is not None and not self._check.done()
 
     async def _audit(self) -> None:

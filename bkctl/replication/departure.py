@@ -13,7 +13,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from bkctl.client.disk_space import disk_space
 from bkctl.client.ledger import BookKeeper
-from bkctl.columns import size_text
+from bkctl.columns import counted, size_text
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import RegisteredBookie
@@ -146,7 +146,6 @@ class Departure(ABC):
         yield await self._finish(left)
 
     def _step(self, move: LedgerMove) -> Step:
-        """Return the step for the result of one ledger's move."""
         result = StepResult(move.outcome.value)
         advice = self.advice.get(result)
         if result is StepResult.UNRECOVERABLE and self.skip_unrecoverable:
@@ -266,11 +265,6 @@ class Departure(ABC):
             StepKind.LEDGER, result, f"No bookie that is up has {spans_text(spans)}{where}", advice, held.ledger,
             unreadable=spans,
         )  # fmt: skip
-
-
-def counted(count: int, noun: str) -> str:
-    """Return `1 ledger`, `2 ledgers`."""
-    return f"{count:,} {noun if count == 1 else f'{noun}s'}"
 
 
 @dataclass(eq=False)

@@ -77,13 +77,6 @@ def _speed_text(progress: MoveProgress) -> str:
     return text
 
 
-def _progress_text(progress: MoveProgress) -> str:
-    """Return the rate of the work, and the estimated remaining time."""
-    text = _speed_text(progress)
-    left_s = progress.left_s
-    return text if left_s is None else f"{text}, about {time_text(left_s)} left"
-
-
 @asynccontextmanager
 async def _repeating(seconds: float, act: Callable[[], object]) -> AsyncIterator[None]:
     """Call `act` at once, and again after each pause while the block runs. Raises its error at the end."""
@@ -426,13 +419,14 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
 
 def _moving(progress: MoveProgress) -> PlainRow:
     """Return the progress of a decommission or a drain: a row of --watch, beside the steps."""
-    total = len(progress.plan.ledgers)
+    total, left_s = len(progress.plan.ledgers), progress.left_s
     message = f"{progress.ledger_count:,} of {counted(total, 'ledger')}, {100 * progress.share:.0f}%, "
+    message += _speed_text(progress) + ("" if left_s is None else f", about {time_text(left_s)} left")
     return PlainRow(
-        kind="progress", result="moving", message=message + _progress_text(progress), advice=None, ledger=None,
-        unreadable=(), entry_count=progress.entry_count, size_bytes=progress.size_bytes,
-        ledger_count=progress.ledger_count, ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
-        seconds_left=None if progress.left_s is None else round(progress.left_s),
+        kind="progress", result="moving", message=message, advice=None, ledger=None, unreadable=(),
+        entry_count=progress.entry_count, size_bytes=progress.size_bytes, ledger_count=progress.ledger_count,
+        ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
+        seconds_left=None if left_s is None else round(left_s),
     )  # fmt: skip
 
 
@@ -610,7 +604,6 @@ def _to_go_back(bookie: str) -> str:
 
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
-    """Make the bookie read-only over its HTTP server."""
     if not run.access.bookie_api(bookie).set_read_only(True):
         hint = "start it again with forceReadOnlyBookie=true"
         raise Conflict(f"Bookie {bookie.bookie_id} is still writable", hint=hint)
