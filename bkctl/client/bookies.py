@@ -271,7 +271,8 @@ class BookiePool:
         self._far: frozenset[str] = frozenset()
         self._addresses: dict[str, tuple[str, int]] = {}
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
-        self._request_ids = count(1)
+        #: Ids for batch reads, unique among the requests of this client.
+        self.request_ids = count(1)
 
     def channel(self, bookie_id: str, protocol: Protocol | None = None) -> BookieChannel:
         """Return the channel to a bookie over `protocol` (None: the client's)."""
@@ -280,10 +281,6 @@ class BookiePool:
         if channel is None:
             channel = self._channels[key] = BookieChannel(self, *key)
         return channel
-
-    def next_request_id(self) -> int:
-        """Return an id for a batch read, unique among the requests of this client."""
-        return next(self._request_ids)
 
     def suspects(self) -> set[str]:
         """Return the bookies that failed within the last SUSPECT_S, are in quarantine, or left lately."""

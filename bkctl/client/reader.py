@@ -486,7 +486,7 @@ async def read_batch(access: LedgerAccess, first: int, last: int, size_bytes: in
     replicas = access.replicas(access.metadata.fragment_of(first).bookies)[first % access.schedule.ensemble_size]
     now = time.monotonic()
     for channel in sorted(replicas, key=lambda replica: replica.suspect_until > now):
-        request = BatchReadRequest(access.ledger, first, access.pool.next_request_id(), last + 1 - first, size_bytes)
+        request = BatchReadRequest(access.ledger, first, next(access.pool.request_ids), last + 1 - first, size_bytes)
         future = channel.send(request, access.scoped)
         await asyncio.wait([future])
         error = failure(future, access.ledger, first, channel.bookie_id)

@@ -135,14 +135,11 @@ class Service:
         """Return the client of the cluster. Raise as `open_cluster`."""
         cluster = await self.cluster()
         if self._bookkeeper is None:
-            self._bookkeeper = self._client(cluster)
+            self._bookkeeper = self.client(cluster)
         return self._bookkeeper
 
-    async def bookkeeper_of_one(self, bookie_id: str) -> BookKeeper:
-        """Return a new client that writes to this bookie only; the caller closes it. Raise as `open_cluster`."""
-        return self._client(await self.cluster(), [bookie_id])
-
-    def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
+    def client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
+        """Return a new client, which writes to the bookies `only` if given; the caller closes it."""
         return BookKeeper(
             cluster, timeout_s=self.timeout_s, tls=self.tls, addresses=self.addresses, only=only,
             config=self.config,
@@ -203,7 +200,7 @@ class Service:
     def _with_client(self, work: Callable[[BookKeeper], Awaitable[None]]) -> None:
 
         async def run() -> None:
-            async with self._client(await self.cluster()) as bookkeeper:
+            async with self.client(await self.cluster()) as bookkeeper:
                 await work(bookkeeper)
 
         self.in_background(run)

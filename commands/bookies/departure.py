@@ -665,27 +665,29 @@ def show_stop_risks(
     $ bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good
     $ bkctl bookies ok-to-stop --max -o id
     """
-    from bkctl.replication.holdings import StopCheck
+    from bkctl.replication.holdings import check_known, ok_to_stop
 
     refuse_both("--max", largest, "--watch", watch)
     names = bookie_ids(bookies or ()) if bookies or not largest else []
     restarts = not for_good and min_replicas is None
-    check = StopCheck(run.cluster, names, replica_count_min=min_replicas, restarts=restarts)
+    check_known(run.cluster, names)
     if largest and _show_together(run, names, 1 if restarts else min_replicas):
         return
+    under_quorum = set[LedgerId]() if restarts else None
+    look = partial(ok_to_stop, run.cluster, names, replica_count_min=min_replicas, under_quorum=under_quorum)
     if watch is not None:
         run.out.watch(
-            watch, check.problems, RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
+            watch, look, RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
             key=attrgetter("ledger", "risk", "first_entry_id"),
         )  # fmt: skip
     with run.job.working("Looking at the ledgers"):
-        count = run.out.render(check.problems(), RISK_COLUMNS, findings=True)
+        count = run.out.render(look(), RISK_COLUMNS, findings=True)
     who = names[0] if len(names) == 1 else f"These {len(names)} bookies"
     if not count:
         run.out.note(f"{who} may {'restart' if restarts else 'stop'}; {_remaining_text(run, names)}")
-    if check.under_quorum:
+    if under_quorum:
         run.out.note(
-            f"Not for good: {counted(len(check.under_quorum), 'ledger')} would have fewer replicas than the "
+            f"Not for good: {counted(len(under_quorum), 'ledger')} would have fewer replicas than the "
             "ack quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
         )
     run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
