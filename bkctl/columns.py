@@ -79,6 +79,13 @@ def size_text(size_bytes: int) -> str:
     return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
 
 
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Return the count with the noun in its number: `1 finding`, `2 findings`; `many` where other words change, too."""
+    if many is None:
+        many = f"{one[:-1]}ies" if one.endswith("y") else f"{one}s"
+    return f"{count:,} {one if count == 1 else many}"
+
+
 def plain(text: str) -> str:
     """Return `text` with control characters as `\\xNN`, so that no value can steer a terminal or break a row."""
     return text if text.isprintable() else _STEERING.sub(_escape, text)

@@ -331,7 +331,6 @@ CLOCK_COLUMNS = Columns(
 
 
 def _checks(texts: str) -> dict[str, AuditorCheck]:
-    """Return the checks that `texts` names, by these names."""
     from bkctl.metadata.underreplication import AuditorCheck
 
     try:

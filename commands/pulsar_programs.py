@@ -124,7 +124,6 @@ def _shell(conf: str, arguments: list[str]) -> int:
 
 
 def _format_metadata(conf: str, is_forced: bool) -> int:
-    """Remove the cluster that is there, if there is one, and create a new one."""
     found = _instance_id(conf)
     if found:
         code = run(["cluster", "nuke", *([f"--yes-really={found}"] if is_forced else []), "--conf", conf])

@@ -11,19 +11,21 @@ import contextlib
 import functools
 import random
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 from typing import Protocol as Interface
 from weakref import WeakSet
 
 from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
 from bkctl.config import ClientConfig
 from bkctl.errors import BkctlError, BookieUnavailable
+from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
-from bkctl.metadata.cluster import RegisteredBookie
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.racks import KnownRacks
 from bkctl.protocol.connection import Answered, BookieConnection, FutureAnswer, is_abandoned
 from bkctl.protocol.messages import (
@@ -37,12 +39,6 @@ from bkctl.protocol.messages import (
     error_for,
 )
 from bkctl.tasks import cancel_and_wait
-
-if TYPE_CHECKING:
-    import ssl
-
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -275,7 +271,8 @@ class BookiePool:
         self._far: frozenset[str] = frozenset()
         self._addresses: dict[str, tuple[str, int]] = {}
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
-        self._request_ids = count(1)
+        #: Ids for batch reads, unique among the requests of this client.
+        self.request_ids = count(1)
 
     def channel(self, bookie_id: str, protocol: Protocol | None = None) -> BookieChannel:
         """Return the channel to a bookie over `protocol` (None: the client's)."""
@@ -284,10 +281,6 @@ class BookiePool:
         if channel is None:
             channel = self._channels[key] = BookieChannel(self, *key)
         return channel
-
-    def next_request_id(self) -> int:
-        """Return an id for a batch read, unique among the requests of this client."""
-        return next(self._request_ids)
 
     def suspects(self) -> set[str]:
         """Return the bookies that failed within the last SUSPECT_S, are in quarantine, or left lately."""

@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Collection, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, ProtocolError, TimedOut
 from bkctl.ids import I64_MAX
+from bkctl.metadata.admin.health import HealthFinding, health_finding, read_only_finding
+from bkctl.metadata.admin.health_codes import HealthCode
+from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.protocol.messages import BookieInfoFlags, BookieInfoRequest, BookieInfoResponse, Protocol, Status, error_for
 from bkctl.tasks import in_order
-
-if TYPE_CHECKING:
-    from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.cluster import RegisteredBookie
-
 
 #: Bookies that are asked at once. A dead one keeps its place for the timeout.
 ASKED_AT_ONCE: Final = 256
@@ -93,22 +91,20 @@ async def _accepts(bookie: RegisteredBookie) -> bool:
     return True
 
 
-async def member_space(
-    bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie], wait_s: float = WAIT_S
-) -> list[BookieSpace]:
+async def member_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> list[BookieSpace]:
     """Return the disk space and the latency of bookies in their order, without numbers for those that are down.
 
-    A bookie has `wait_s` to answer.
+    A bookie has WAIT_S to answer.
     """
 
     async def ask(bookie: RegisteredBookie) -> BookieSpace:
         if bookie.state == "down":
             return BookieSpace(bookie, None, None, None)
-        space = await _ask(bookkeeper, bookie, wait_s)
+        space = await _ask(bookkeeper, bookie, WAIT_S)
         if space.error is not None:
             return space
         began = time.perf_counter()
-        space = await _ask(bookkeeper, bookie, wait_s)
+        space = await _ask(bookkeeper, bookie, WAIT_S)
         return space._replace(latency_ms=round(1000 * (time.perf_counter() - began), 1))
 
     return [space async for _, space in in_order(bookies, ask, lambda: ASKED_AT_ONCE)]
@@ -118,23 +114,18 @@ async def disk_findings(
     bookkeeper: BookKeeper,
     bookies: Iterable[RegisteredBookie],
     percent_max: float,
-    wait_s: float = WAIT_S,
     full: Collection[str] = (),
 ) -> list[HealthFinding]:
     """Return findings: bookies that do not answer, are read-only, or use more than `percent_max` of their disks.
 
-    `full` bookies say that their disks are, by limits of their own.
-
-    Those of read-only bookies replace the ones of the metadata, which do not know the reason.
+    `full` bookies say that their disks are, by limits of their own. A bookie has WAIT_S to answer. Findings of
+    read-only bookies replace the ones of the metadata, which do not know the reason.
     """
-    from bkctl.metadata.admin.health import health_finding, read_only_finding
-    from bkctl.metadata.admin.health_codes import HealthCode
-
     findings = []
-    async for space in disk_space(bookkeeper, bookies, wait_s):
+    async for space in disk_space(bookkeeper, bookies, WAIT_S):
         bookie_id = space.bookie.bookie_id
         if space.hangs:
-            problem = f"It accepts connections, but does not answer within {wait_s:g} s"
+            problem = f"It accepts connections, but does not answer within {WAIT_S:g} s"
             findings.append(health_finding(HealthCode.BOOKIE_HUNG, bookie_id, problem))
         elif space.error is not None:
             problem = f"It is registered, but does not answer: {space.error}"

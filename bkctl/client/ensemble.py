@@ -8,15 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.errors import EntryNotFound, MetadataVersionConflict, NotEnoughBookies, UsageError
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-
-if TYPE_CHECKING:
-    from bkctl.metadata.cluster import RegisteredBookie
-    from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
+from bkctl.metadata.cluster import RegisteredBookie
+from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
 
 #: Largest ensemble. Apache's formats allow far more, but more is a mistake in the request.
 ENSEMBLE_SIZE_MAX: Final = 1000

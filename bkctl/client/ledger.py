@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from bkctl.client.bookies import DEFAULT_CONFIG, BookiePool
 from bkctl.client.ensemble import check_quorums
@@ -25,20 +26,16 @@ from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, RecoveryPlan, find_loss, recover, watch_writer
 from bkctl.client.write_handle import WriteFlag, WriteHandle
+from bkctl.config import ClientConfig
 from bkctl.errors import BkctlError, IllegalOperation, LedgerExists, Unauthorized, UsageError, restated
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, AnyLedgerId, LedgerId
+from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import StoreSecurity
 from bkctl.protocol.messages import Protocol
 from bkctl.tasks import run_to_end
-
-if TYPE_CHECKING:
-    import ssl
-
-    from bkctl.config import ClientConfig
-    from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.store import StoreSecurity
 
 TIMEOUT_S: Final = 30.0
 #: Generated ledger ids to try; all of them exist only in a broken store.
@@ -218,7 +215,7 @@ class BookKeeper:
         """Open a ledger for reading; with `recovery` fence it, recover its end and close it first, if it is open.
 
         Without `recovery` its writer may continue, and `tail` follows it.
-        `accept_loss` is the loss from `find_recovery_loss` that the recovery may cause. `password` None opens
+        `accept_loss` is the loss from `plan_recovery` that the recovery may cause. `password` None opens
         administratively, with the metadata's own password. Raises LedgerNotFound, Unauthorized for a wrong password,
         IllegalOperation for a scope in protocol v2, and the errors of `read_last_confirmed` and `recover`.
         Java: newOpenLedgerOp.withRecovery, BP-35's OpenBuilder.withLedgerScopeId.
@@ -250,14 +247,6 @@ class BookKeeper:
         access = self.access(ledger, versioned)
         activity = await watch_writer(access)
         return RecoveryPlan(ledger, versioned.metadata, activity, await find_loss(access) if with_loss else None)
-
-    async def find_recovery_loss(self, ledger: LedgerId) -> tuple[VersionedMetadata, RecoveryLoss | None]:
-        """Return a ledger's metadata and the loss from recovering it (None: no loss). Changes nothing.
-
-        Raises LedgerNotFound, and the errors of `bkctl.client.recovery.find_loss`.
-        """
-        versioned = await asyncio.to_thread(self._read, self._ledger(ledger))
-        return versioned, await find_loss(self.access(ledger, versioned))
 
     def access(self, ledger: LedgerId, versioned: VersionedMetadata, *, password: bytes | None = None) -> LedgerAccess:
         """Return the access to a ledger by its metadata alone, without asking a bookie or checking a password.

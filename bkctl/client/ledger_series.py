@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.read_handle import ReadHandle
+from bkctl.client.reader import LedgerEntry
 from bkctl.client.recovery import RecoveryLoss, RecoveryPlan
 from bkctl.client.verify import ReplicaFinding, Verification, read_replica
 from bkctl.errors import EntryNotFound
+from bkctl.ids import LedgerId
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.pace import Pace
 from bkctl.tasks import in_order
-
-if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.client.read_handle import ReadHandle
-    from bkctl.client.reader import LedgerEntry
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.ledgers import VersionedMetadata
-    from bkctl.pace import Pace
 
 #: Ledgers that are looked at at once.
 LOOKS_AT_ONCE: Final = 64

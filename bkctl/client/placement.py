@@ -25,15 +25,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, StrEnum
 from itertools import combinations, islice
 from statistics import median
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule, usable_bookies
+from bkctl.config import ClientConfig
 from bkctl.errors import NotEnoughBookies, Unsupported, UsageError
 from bkctl.formats.metadata import LedgerMetadata
-
-if TYPE_CHECKING:
-    from bkctl.config import ClientConfig
-    from bkctl.metadata.cluster import RegisteredBookie
+from bkctl.metadata.cluster import RegisteredBookie
 
 T = TypeVar("T")
 
@@ -572,7 +570,6 @@ class _Shelf:
         return -float(rng.random() ** (1 / (stock_count * weight)))
 
     def stock(self) -> dict[str, int]:
-        """Return the number of bookies in each rack."""
         return {rack: len(bookies) for rack, bookies in self.by_rack.items()}
 
     def bookies(self, racks: Mapping[int, str]) -> dict[int, str]:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, BookiePool, error_of, failure
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
@@ -29,6 +29,8 @@ from bkctl.errors import (
 )
 from bkctl.formats.entry import INVALID_ENTRY_ID, DigestManager, read_entry_header
 from bkctl.formats.metadata import LedgerMetadata
+from bkctl.ids import LedgerId
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.protocol.connection import Answered, Outcome
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -45,10 +47,6 @@ from bkctl.protocol.messages import (
     Response,
     Status,
 )
-
-if TYPE_CHECKING:
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.ledgers import VersionedMetadata
 
 #: Reads in flight of one range: at most this many, and about this many bytes.
 WINDOW_COUNT_MAX: Final = 1024
@@ -488,7 +486,7 @@ async def read_batch(access: LedgerAccess, first: int, last: int, size_bytes: in
     replicas = access.replicas(access.metadata.fragment_of(first).bookies)[first % access.schedule.ensemble_size]
     now = time.monotonic()
     for channel in sorted(replicas, key=lambda replica: replica.suspect_until > now):
-        request = BatchReadRequest(access.ledger, first, access.pool.next_request_id(), last + 1 - first, size_bytes)
+        request = BatchReadRequest(access.ledger, first, next(access.pool.request_ids), last + 1 - first, size_bytes)
         future = channel.send(request, access.scoped)
         await asyncio.wait([future])
         error = failure(future, access.ledger, first, channel.bookie_id)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from bkctl.client.bookies import BookieChannel, WaitingBytes
+from bkctl.client.reader import LedgerAccess
 from bkctl.protocol.connection import FutureAnswer, Outcome
 from bkctl.protocol.messages import ReadRequest, ReadResponse, Request, Response
-
-if TYPE_CHECKING:
-    from bkctl.client.bookies import BookieChannel, WaitingBytes
-    from bkctl.client.reader import LedgerAccess
 
 
 class _WaitingAnswer(FutureAnswer):

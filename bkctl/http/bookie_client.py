@@ -160,13 +160,10 @@ class BookieApi:
         given = {name: value for name, value in wanted.items() if value is not None}
         return self._text("PUT", "/bookie/gc", given or None)
 
-    def suspend_compaction(self, *, major: bool, minor: bool) -> str:
-        """Suspend major or minor compactions; return the bookie's message."""
-        return self._text("PUT", "/bookie/gc/suspend_compaction", {"suspendMajor": major, "suspendMinor": minor})
-
-    def resume_compaction(self, *, major: bool, minor: bool) -> str:
-        """Resume major or minor compactions; return the bookie's message."""
-        return self._text("PUT", "/bookie/gc/resume_compaction", {"resumeMajor": major, "resumeMinor": minor})
+    def switch_compaction(self, verb: str, *, major: bool, minor: bool) -> str:
+        """Let the bookie `suspend` or `resume` (`verb`) major or minor compactions; return its message."""
+        body = {f"{verb}Major": major, f"{verb}Minor": minor}
+        return self._text("PUT", f"/bookie/gc/{verb}_compaction", body)
 
     def location_compactions(self) -> dict[str, bool]:
         """Return the paths of the entry location databases, with True for each that is being compacted."""
@@ -243,7 +240,6 @@ class _Fields:
         return self._typed(name, "boolean", lambda value: {"True": True, "False": False}[str(value).capitalize()])
 
     def integer(self, name: str) -> int:
-        """Return a whole number."""
         return self._typed(name, "whole number", _whole)
 
     def text(self, name: str) -> str:

@@ -234,7 +234,7 @@ async def sanity(call: ApiCall) -> dict[str, bool]:
     except TimeoutError as error:
         raise ServiceUnavailable("Another sanity test is running", hint="try again later") from error
     try:
-        client = await service.bookkeeper_of_one(service.bookie.bookie_id)
+        client = service.client(await service.cluster(), [service.bookie.bookie_id])
         async with asyncio.timeout(SANITY_TIMEOUT_S), client:
             await sanity_test(client, ledger_scope_id=0, entry_count=SANITY_ENTRY_COUNT)
         passed = True

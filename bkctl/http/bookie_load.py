@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
+from bkctl.columns import counted
 from bkctl.errors import BkctlError, Corrupt, ProtocolError, TimedOut, Unreachable
 from bkctl.http.bookie_client import BookieApi, DiskSpace, GarbageCollection
 from bkctl.http.bookie_metrics import (
@@ -34,14 +35,11 @@ from bkctl.http.bookie_metrics import (
 )
 from bkctl.http.client import shortened
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.health import health_finding
+from bkctl.metadata.admin.health import HealthFinding, health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AutoRecoveryState, LedgerMarks
-
-if TYPE_CHECKING:
-    from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 T = TypeVar("T")
 
@@ -125,8 +123,7 @@ class ClusterLoad(NamedTuple):
         if not self.underreplicated_count:
             return self.not_audited
         more = "at least " if self.underreplicated_count >= MARKS_MAX else ""
-        verb = "ledger is" if self.underreplicated_count == 1 else "ledgers are"
-        return f"{more}{self.underreplicated_count:,} {verb} under-replicated"
+        return f"{more}{counted(self.underreplicated_count, 'ledger is', 'ledgers are')} under-replicated"
 
 
 class Samples:
@@ -508,10 +505,10 @@ def _gauge_findings(bookie_id: str, gauges: Mapping[str, int]) -> Iterator[Healt
     set_aside, refused = gauges.get(SET_ASIDE_LEDGERS, 0), gauges.get(REFUSED_LEDGERS, 0)
     problems = []
     if set_aside:
-        ledgers = "1 ledger is" if set_aside == 1 else f"{set_aside:,} ledgers are"
+        ledgers = counted(set_aside, "ledger is", "ledgers are")
         problems.append(f"{ledgers} set aside and answered with EIO: their state on disk cannot be read")
     if refused:
-        ledgers = "1 ledger accepts" if refused == 1 else f"{refused:,} ledgers accept"
+        ledgers = counted(refused, "ledger accepts", "ledgers accept")
         problems.append(f"{ledgers} no entries: the disk refuses their index")
     if problems:
         yield health_finding(
@@ -525,15 +522,14 @@ def _gauge_findings(bookie_id: str, gauges: Mapping[str, int]) -> Iterator[Healt
             details={"unregisteredSeconds": lost_s},
         )  # fmt: skip
     if unreadable := gauges.get(UNREADABLE_LEDGERS, 0):
-        ledgers = "1 ledger" if unreadable == 1 else f"{unreadable:,} ledgers"
         yield health_finding(
-            HealthCode.LEDGERS_UNREADABLE, bookie_id, f"Entries of {ledgers} could not be read within the last day",
+            HealthCode.LEDGERS_UNREADABLE, bookie_id,
+            f"Entries of {counted(unreadable, 'ledger')} could not be read within the last day",
             details={"unreadableLedgerCount": unreadable},
         )  # fmt: skip
     left_s = gauges.get(CERTIFICATE_EXPIRY)
     if left_s is not None and left_s < CERTIFICATE_DAYS_MIN * _DAY_S:
-        days = left_s // _DAY_S
-        when = "has expired" if left_s < 0 else f"expires in {days} {'day' if days == 1 else 'days'}"
+        when = "has expired" if left_s < 0 else f"expires in {counted(left_s // _DAY_S, 'day')}"
         yield health_finding(
             HealthCode.CERTIFICATE_EXPIRES, bookie_id, f"A TLS certificate of the bookie {when}",
             "error" if left_s < 0 else None, details={"certificateExpirySeconds": left_s},

@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from bkctl.bookie.local import active_cluster
 from bkctl.errors import BkctlError, Corrupt, Unsupported
@@ -32,12 +32,9 @@ from bkctl.http.why import Explanation, log_tail
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import ClusterSource, DumpRecord, ExportFile, write_export
 from bkctl.metadata.admin.health import HealthFinding
-from bkctl.metadata.cluster import RegisteredBookie, open_cluster
+from bkctl.metadata.cluster import Cluster, RegisteredBookie, open_cluster
 from bkctl.metadata.store import NEW, RACKS, attempt
 from bkctl.redaction import is_secret_name, without_secrets, without_secrets_in
-
-if TYPE_CHECKING:
-    from bkctl.metadata.cluster import Cluster
 
 METADATA: Final = "metadata.ndjson"
 #: The members that `RecordedCluster` reads, and the bytes of a bundle, uncompressed, up to the last of them.

@@ -19,7 +19,7 @@ from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.departure import BLOCKING_RESULTS, Decommission
 from bkctl.replication.holdings import plan_move
-from bkctl.tasks import drop_error
+from bkctl.tasks import cancel_and_wait, drop_error
 
 if TYPE_CHECKING:
     import ssl
@@ -135,14 +135,11 @@ class Service:
         """Return the client of the cluster. Raise as `open_cluster`."""
         cluster = await self.cluster()
         if self._bookkeeper is None:
-            self._bookkeeper = self._client(cluster)
+            self._bookkeeper = self.client(cluster)
         return self._bookkeeper
 
-    async def bookkeeper_of_one(self, bookie_id: str) -> BookKeeper:
-        """Return a new client that writes to this bookie only; the caller closes it. Raise as `open_cluster`."""
-        return self._client(await self.cluster(), [bookie_id])
-
-    def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
+    def client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
+        """Return a new client, which writes to the bookies `only` if given; the caller closes it."""
         return BookKeeper(
             cluster, timeout_s=self.timeout_s, tls=self.tls, addresses=self.addresses, only=only,
             config=self.config,
@@ -201,10 +198,9 @@ class Service:
         self._with_client(work)
 
     def _with_client(self, work: Callable[[BookKeeper], Awaitable[None]]) -> None:
-        """Run long work in the background with its own client."""
 
         async def run() -> None:
-            async with self._client(await self.cluster()) as bookkeeper:
+            async with self.client(await self.cluster()) as bookkeeper:
                 await work(bookkeeper)
 
         self.in_background(run)
@@ -212,8 +208,7 @@ class Service:
     async def close(self) -> None:
         """Cancel background work, and close the client and the cluster."""
         if self._background is not None:
-            self._background.cancel()
-            await asyncio.gather(self._background, return_exceptions=True)
+            await cancel_and_wait(self._background)
         if self._bookkeeper is not None:
             await self._bookkeeper.close()
         if self._opening is not None:

@@ -14,29 +14,26 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.bookie.local import ClusterBookie, active_cluster
-from bkctl.client.disk_space import member_space
+from bkctl.client.disk_space import BookieSpace, member_space
 from bkctl.client.ensemble import usable_bookies
+from bkctl.client.ledger import BookKeeper
 from bkctl.client.ledger_survey import replica_counts, why_not_replicated
 from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import BookieVitals, Samples, full_bookies, parse_metrics, vitals_findings, without_moved
+from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import read_only_finding
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.pulsar_topics import owner_text
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AutoRecoveryState, ReplicationFailures, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerChecker
-
-if TYPE_CHECKING:
-    from bkctl.client.disk_space import BookieSpace
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
-    from bkctl.metadata.ledgers import VersionedMetadata
 
 #: Ledgers that are read to say what a bookie holds.
 LEDGERS_MAX: Final = 10_000

@@ -17,11 +17,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from bkctl.client.ledger import BookKeeper
 from bkctl.client.ledger_survey import LedgerSurvey
 from bkctl.client.placement import Adherence
+from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
+from bkctl.formats.availability import Availability
+from bkctl.ids import LedgerId
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import Claim
 from bkctl.metadata.underreplication import (
     AuditorCheck,
     AuditorElection,
@@ -30,19 +36,11 @@ from bkctl.metadata.underreplication import (
     ReplicationFailures,
 )
 from bkctl.replication.checker import IN_FLIGHT_COUNT_MAX, LedgerChecker
+from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.marking import STEP_COUNT, LostBookies, audit_bookies, available_bookies, ledgers_of
 from bkctl.replication.signals import Signal, opened, watching
 from bkctl.replication.stats import AuditorStats
 from bkctl.tasks import cancel_and_wait, run_together
-
-if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.config import BookieConfig
-    from bkctl.formats.availability import Availability
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.ledgers import VersionedMetadata
-    from bkctl.metadata.store import Claim
-    from bkctl.replication.fragments import LedgerFragment
 
 log: Final = logging.getLogger("bkctl.replication")
 
@@ -65,7 +63,6 @@ class _PeriodicCheck:
     due_s: float
 
     def schedule_next(self, now_s: float) -> None:
-        """Move the next time past `now_s`."""
         if self.interval_s == 0:
             self.due_s = float("inf")
         while self.due_s <= now_s:
@@ -179,7 +176,6 @@ class Auditor:
 
     @property
     def _is_checking(self) -> bool:
-        """True while a check of all ledgers runs."""
         return self._check is not None and not self._check.done()
 
     async def _audit(self) -> None:

@@ -15,8 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
+from bkctl.client.ledger import BookKeeper
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -32,7 +33,10 @@ from bkctl.errors import (
     Unreachable,
 )
 from bkctl.formats.metadata import LedgerState
-from bkctl.metadata.cluster import COOKIES
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import COOKIES, RegisteredBookie
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import Claim
 from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.pace import Pace
 from bkctl.replication.fragments import EntrySpan, spans_text
@@ -50,16 +54,9 @@ from bkctl.replication.holdings import (
 )
 from bkctl.replication.replica_reads import LostEntryFinder, UnreadableSpans
 from bkctl.replication.replicator import LedgerFragmentReplicator, LedgerReplication, Outcome
+from bkctl.replication.resume import ResumeFile
 from bkctl.replication.signals import BatchedCalls
 from bkctl.tasks import cancel_and_wait, in_order, run_to_end
-
-if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import RegisteredBookie
-    from bkctl.metadata.ledgers import VersionedMetadata
-    from bkctl.metadata.store import Claim
-    from bkctl.replication.resume import ResumeFile
 
 T = TypeVar("T")
 

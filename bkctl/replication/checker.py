@@ -14,14 +14,18 @@ import random
 from asyncio import to_thread
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import ReplicaPlace, RoundRobinDistributionSchedule, locate
 from bkctl.client.ledger import BookKeeper
+from bkctl.client.placement import Placement
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.errors import BkctlError, BookieUnavailable, EntryNotFound, LedgerNotFound, Unauthorized, UsageError
 from bkctl.formats.entry import INVALID_ENTRY_ID
+from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.replication.fragments import (
     ANSWERED,
     UNREADABLE_NAMED_MAX,
@@ -35,12 +39,6 @@ from bkctl.replication.fragments import (
 )
 from bkctl.replication.replica_reads import ReplicaReader
 from bkctl.tasks import in_order
-
-if TYPE_CHECKING:
-    from bkctl.client.placement import Placement
-    from bkctl.formats.metadata import LedgerMetadata
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
-    from bkctl.metadata.ledgers import VersionedMetadata
 
 #: Reads in flight of one checker. Source: ServerConfiguration.getInFlightReadEntryNumInLedgerChecker.
 IN_FLIGHT_COUNT_MAX: Final = 64

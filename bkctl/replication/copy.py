@@ -210,7 +210,6 @@ async def _create(
 
 
 def _custom(metadata: LedgerMetadata) -> dict[str, bytes]:
-    """Return a ledger's custom metadata without COPY_OF."""
     return {key: value for key, value in metadata.custom_metadata.items() if key != COPY_OF}
 
 

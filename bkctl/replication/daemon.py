@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import ssl
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
+from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.ids import check_bookie_id
-from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.underreplication import AuditorElection, UnderreplicationLayout
 from bkctl.replication.auditor import Auditor, AuditorElector
@@ -26,12 +28,6 @@ from bkctl.replication.signals import Signal, opened
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker
 from bkctl.tasks import cancel_and_wait, ended_by_signals, run_together
-
-if TYPE_CHECKING:
-    import ssl
-
-    from bkctl.config import BookieConfig
-    from bkctl.metadata.cluster import Cluster
 
 log: Final = logging.getLogger("bkctl.replication")
 

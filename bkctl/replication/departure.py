@@ -9,23 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from bkctl.client.disk_space import disk_space
-from bkctl.columns import size_text
+from bkctl.client.ledger import BookKeeper
+from bkctl.columns import counted, size_text
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.metadata.underreplication import AutoRecoveryState
+from bkctl.pace import Pace
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.holdings import HeldLedger, LedgerMove, MovePlan, Replacements, check_scopes_known
 from bkctl.replication.marking import mark_ledgers
-
-if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import RegisteredBookie
-    from bkctl.pace import Pace
-
 
 OPEN_ADVICE: Final = "its writer leaves the bookie with its next entry; 'bkctl ledger recover' closes it"
 UNRECOVERABLE_ADVICE: Final = "start a bookie that has them; or give them up with --skip-unrecoverable"
@@ -149,7 +146,6 @@ class Departure(ABC):
         yield await self._finish(left)
 
     def _step(self, move: LedgerMove) -> Step:
-        """Return the step for the result of one ledger's move."""
         result = StepResult(move.outcome.value)
         advice = self.advice.get(result)
         if result is StepResult.UNRECOVERABLE and self.skip_unrecoverable:
@@ -269,11 +265,6 @@ class Departure(ABC):
             StepKind.LEDGER, result, f"No bookie that is up has {spans_text(spans)}{where}", advice, held.ledger,
             unreadable=spans,
         )  # fmt: skip
-
-
-def counted(count: int, noun: str) -> str:
-    """Return `1 ledger`, `2 ledgers`."""
-    return f"{count:,} {noun if count == 1 else f'{noun}s'}"
 
 
 @dataclass(eq=False)

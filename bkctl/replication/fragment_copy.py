@@ -11,19 +11,17 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, WaitingBytes, failure
 from bkctl.client.reader import WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
+from bkctl.pace import Pace
 from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
 from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, FaultReason, LedgerFragment, reason_of
+from bkctl.replication.replica_reads import ReplicaReader
 from bkctl.tasks import in_order
-
-if TYPE_CHECKING:
-    from bkctl.pace import Pace
-    from bkctl.replication.replica_reads import ReplicaReader
 
 #: A target with at least this many entries to get is asked first which of them it has.
 RESUME_COUNT_MIN: Final = 100

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.client.reader import LedgerAccess
 from bkctl.errors import BkctlError, Corrupt, EntryNotFound, LedgerNotFound, ProtocolError, TimedOut
-
-if TYPE_CHECKING:
-    from bkctl.client.reader import LedgerAccess
-    from bkctl.ids import LedgerId
+from bkctl.ids import LedgerId
 
 #: The largest number of unreadable entries of one fragment that are searched for and named. A fragment may be lost as a
 #: whole, and damaged metadata may name entries that never existed: without a bound the search would not end.

@@ -13,19 +13,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.underreplication import LedgerMarks, UnderreplicatedLedger
 from bkctl.replication.fragments import EntrySpan, LedgerFragment
-
-if TYPE_CHECKING:
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 # --- holdings ---------------------------------------------------------------------------------------------------------
 
@@ -218,42 +216,27 @@ class StopProblem(NamedTuple):
     bookies: tuple[str, ...] = ()
 
 
-class StopCheck:
-    """`ok_to_stop` of known bookies; with `restarts`, ledgers under their ack quorum are kept apart.
-
-    Raises NotFound for an unknown bookie.
-    """
-
-    def __init__(
-        self, cluster: Cluster, bookie_ids: Collection[str], *, replica_count_min: int | None, restarts: bool
-    ) -> None:
-        for bookie_id in bookie_ids:
-            if cluster.bookies.get(bookie_id) is None:
-                raise NotFound(f"No bookie {bookie_id}", hint="'bkctl bookies list' shows them")
-        self._cluster, self._bookie_ids, self._restarts = cluster, bookie_ids, restarts
-        self._replica_count_min = replica_count_min
-        #: Ledgers that a restart leaves as they must be, and the end of these bookies would leave under their quorum.
-        self.under_quorum: set[LedgerId] = set()
-
-    def problems(self) -> Iterator[StopProblem]:
-        """Yield the present problems."""
-        self.under_quorum.clear()
-        for problem in ok_to_stop(self._cluster, self._bookie_ids, replica_count_min=self._replica_count_min):
-            if self._restarts and problem.risk is Risk.UNDER_QUORUM:
-                self.under_quorum.add(problem.ledger)
-            else:
-                yield problem
+def check_known(cluster: Cluster, bookie_ids: Iterable[str]) -> None:
+    """Raise NotFound for a bookie that has neither a cookie nor a registration."""
+    for bookie_id in bookie_ids:
+        if cluster.bookies.get(bookie_id) is None:
+            raise NotFound(f"No bookie {bookie_id}", hint="'bkctl bookies list' shows them")
 
 
 def ok_to_stop(
-    cluster: Cluster, bookie_ids: Collection[str], *, replica_count_min: int | None = None
+    cluster: Cluster,
+    bookie_ids: Collection[str],
+    *,
+    replica_count_min: int | None = None,
+    under_quorum: set[LedgerId] | None = None,
 ) -> Iterator[StopProblem]:
     """Yield the ledgers that would suffer, as `Risk` says, if `bookie_ids` stopped now, in order.
 
     A ledger that is not closed also needs the answers of its last ensemble that opening and recovery need. A replica
     counts while its bookie is registered, serves the ledger's scope, and is not marked as missing by auto-recovery.
-    `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack
-    quorum). Raise UsageError, NotFound without a cluster.
+    `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack quorum). With
+    `under_quorum`, ledgers with fewer are put there instead: a restart leaves them as they must be. Raise UsageError,
+    NotFound without a cluster.
     """
     if replica_count_min is not None and replica_count_min < 1:
         raise UsageError(f"Cannot require {replica_count_min} replicas", hint="give 1 or more")
@@ -266,7 +249,11 @@ def ok_to_stop(
             yield StopProblem(ledger, Risk.UNREADABLE, held.message)
             continue
         live = _live(staying, ledger, mark_of(ledger))
-        yield from _replica_risks(held, live, replica_count_min or max(held.metadata.ack_quorum_size, 1))
+        for problem in _replica_risks(held, live, replica_count_min or max(held.metadata.ack_quorum_size, 1)):
+            if under_quorum is not None and problem.risk is Risk.UNDER_QUORUM:
+                under_quorum.add(ledger)
+            else:
+                yield problem
         if held.grows:
             fragment = held.fragments[-1]
             silent = sorted(set(fragment.ensemble) - live)

@@ -8,16 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unreachable, UsageError
 from bkctl.ids import U64_MAX, LedgerId, check_bookie_id
+from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.underreplication import LedgerMarks
-
-if TYPE_CHECKING:
-    from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.ledgers import VersionedMetadata
-
 
 log: Final = logging.getLogger("bkctl.replication")
 

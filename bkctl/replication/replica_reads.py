@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Collection, Container, Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, failure
+from bkctl.client.ledger import BookKeeper
 from bkctl.client.read_handle import entry_of
+from bkctl.client.reader import LedgerAccess
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -30,10 +32,6 @@ from bkctl.replication.fragments import (
     reason_of,
 )
 from bkctl.replication.holdings import HeldLedger
-
-if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.client.reader import LedgerAccess
 
 #: The longest wait for a bookie's list of entries; a bookie that exceeds it is not asked again for `MUTE_S`.
 LIST_TIMEOUT_S: Final = 3.0

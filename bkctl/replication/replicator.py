@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from bkctl.client.ensemble import UPDATE_ATTEMPTS_MAX
 from bkctl.client.ledger import BookKeeper
@@ -34,18 +34,16 @@ from bkctl.errors import (
     UnclosedFragment,
 )
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
+from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import Claim
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
 from bkctl.replication.fragment_copy import BATCH_SIZE, CopyTools, FragmentCopy, TargetFailed, UnreadableEntries
 from bkctl.replication.fragments import ANSWERED, LedgerFragment, fragments_of
 from bkctl.replication.signals import BatchedCalls
 from bkctl.tasks import run_to_end
-
-if TYPE_CHECKING:
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
-    from bkctl.metadata.ledgers import VersionedMetadata
-    from bkctl.metadata.store import Claim
 
 #: The number of targets that are tried in the place of one bad bookie.
 _TARGET_ATTEMPTS_MAX: Final = 3

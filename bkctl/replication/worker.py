@@ -20,8 +20,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from bkctl.client.ledger import BookKeeper
+from bkctl.config import BookieConfig
 from bkctl.errors import (
     BkctlError,
     Conflict,
@@ -31,6 +33,8 @@ from bkctl.errors import (
     NotFound,
     Unreachable,
 )
+from bkctl.ids import LedgerId
+from bkctl.metadata.store import Claim
 from bkctl.metadata.underreplication import (
     AutoRecoveryState,
     ReplicationFailure,
@@ -50,12 +54,6 @@ from bkctl.replication.replicator import (
 from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import WorkerStats
 from bkctl.tasks import cancel_and_wait, run_to_end, run_together
-
-if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.config import BookieConfig
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.store import Claim
 
 log: Final = logging.getLogger("bkctl.replication")
 
@@ -229,16 +227,15 @@ class ReplicationWorker:
         outcome = LedgerOutcome.FAILED
         try:
             outcome = await self._replicate_locked(ledger, lock)
-        except (LockLost, NotEnoughBookies, Unreachable) as error:
-            log.warning("Ledger %s is not replicated now: %s", ledger, error)
-            self.stats.exceptions[type(error).__name__] += 1
-            await self._publish(ledger, str(error))
-            if isinstance(error, Unreachable):
-                await asyncio.to_thread(self._state.settings.is_enabled)  # Raises if it is the store, not only bookies.
         except Exception as error:  # noqa: BLE001 - one ledger, which does not keep the others waiting
-            _log_failure(ledger, error)
+            if isinstance(error, LockLost | NotEnoughBookies | Unreachable):
+                log.warning("Ledger %s is not replicated now: %s", ledger, error)
+            else:
+                _log_failure(ledger, error)
             self.stats.exceptions[type(error).__name__] += 1
             await self._publish(ledger, str(error) or type(error).__name__)
+            if isinstance(error, Unreachable):
+                await asyncio.to_thread(self._state.settings.is_enabled)  # Raises if it is the store, not only bookies.
         finally:
             self._reasons.pop(ledger, None)
             if ledger not in self._deferred:
@@ -290,7 +287,6 @@ class ReplicationWorker:
         return await self._replicator.checker.check(ledger, percentage=percentage, suspects=suspects)
 
     async def _replicate_fragments(self, check: LedgerCheck, lock: Claim) -> None:
-        """Replicate the closed fragments."""
         ledger, replicated = check.ledger, False
         for fragment in check.fragments:
             if not fragment.closed or await self._is_unreadable(check, fragment):

@@ -187,10 +187,10 @@ def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
 
 
 def _switch_compactions(found: Server, suspend: Compactions | None, resume: Compactions | None) -> None:
-    for chosen, change in ((suspend, found.api.suspend_compaction), (resume, found.api.resume_compaction)):
+    for verb, chosen in (("suspend", suspend), ("resume", resume)):
         if chosen is not None:
-            both = chosen is Compactions.BOTH
-            change(major=both or chosen is Compactions.MAJOR, minor=both or chosen is Compactions.MINOR)
+            major, minor = chosen is not Compactions.MINOR, chosen is not Compactions.MAJOR
+            found.api.switch_compaction(verb, major=major, minor=minor)
 
 
 def _gc_plan(major: bool, minor: bool, suspend: Compactions | None, resume: Compactions | None) -> str:

@@ -77,13 +77,6 @@ def _speed_text(progress: MoveProgress) -> str:
     return text
 
 
-def _progress_text(progress: MoveProgress) -> str:
-    """Return the rate of the work, and the estimated remaining time."""
-    text = _speed_text(progress)
-    left_s = progress.left_s
-    return text if left_s is None else f"{text}, about {time_text(left_s)} left"
-
-
 @asynccontextmanager
 async def _repeating(seconds: float, act: Callable[[], object]) -> AsyncIterator[None]:
     """Call `act` at once, and again after each pause while the block runs. Raises its error at the end."""
@@ -426,13 +419,14 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
 
 def _moving(progress: MoveProgress) -> PlainRow:
     """Return the progress of a decommission or a drain: a row of --watch, beside the steps."""
-    total = len(progress.plan.ledgers)
+    total, left_s = len(progress.plan.ledgers), progress.left_s
     message = f"{progress.ledger_count:,} of {counted(total, 'ledger')}, {100 * progress.share:.0f}%, "
+    message += _speed_text(progress) + ("" if left_s is None else f", about {time_text(left_s)} left")
     return PlainRow(
-        kind="progress", result="moving", message=message + _progress_text(progress), advice=None, ledger=None,
-        unreadable=(), entry_count=progress.entry_count, size_bytes=progress.size_bytes,
-        ledger_count=progress.ledger_count, ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
-        seconds_left=None if progress.left_s is None else round(progress.left_s),
+        kind="progress", result="moving", message=message, advice=None, ledger=None, unreadable=(),
+        entry_count=progress.entry_count, size_bytes=progress.size_bytes, ledger_count=progress.ledger_count,
+        ledgers_to_move=total, bytes_per_second=int(progress.bytes_per_s),
+        seconds_left=None if left_s is None else round(left_s),
     )  # fmt: skip
 
 
@@ -610,7 +604,6 @@ def _to_go_back(bookie: str) -> str:
 
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
-    """Make the bookie read-only over its HTTP server."""
     if not run.access.bookie_api(bookie).set_read_only(True):
         hint = "start it again with forceReadOnlyBookie=true"
         raise Conflict(f"Bookie {bookie.bookie_id} is still writable", hint=hint)
@@ -672,27 +665,29 @@ def show_stop_risks(
     $ bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good
     $ bkctl bookies ok-to-stop --max -o id
     """
-    from bkctl.replication.holdings import StopCheck
+    from bkctl.replication.holdings import check_known, ok_to_stop
 
     refuse_both("--max", largest, "--watch", watch)
     names = bookie_ids(bookies or ()) if bookies or not largest else []
     restarts = not for_good and min_replicas is None
-    check = StopCheck(run.cluster, names, replica_count_min=min_replicas, restarts=restarts)
+    check_known(run.cluster, names)
     if largest and _show_together(run, names, 1 if restarts else min_replicas):
         return
+    under_quorum = set[LedgerId]() if restarts else None
+    look = partial(ok_to_stop, run.cluster, names, replica_count_min=min_replicas, under_quorum=under_quorum)
     if watch is not None:
         run.out.watch(
-            watch, check.problems, RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
+            watch, look, RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
             key=attrgetter("ledger", "risk", "first_entry_id"),
         )  # fmt: skip
     with run.job.working("Looking at the ledgers"):
-        count = run.out.render(check.problems(), RISK_COLUMNS, findings=True)
+        count = run.out.render(look(), RISK_COLUMNS, findings=True)
     who = names[0] if len(names) == 1 else f"These {len(names)} bookies"
     if not count:
         run.out.note(f"{who} may {'restart' if restarts else 'stop'}; {_remaining_text(run, names)}")
-    if check.under_quorum:
+    if under_quorum:
         run.out.note(
-            f"Not for good: {counted(len(check.under_quorum), 'ledger')} would have fewer replicas than the "
+            f"Not for good: {counted(len(under_quorum), 'ledger')} would have fewer replicas than the "
             "ack quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
         )
     run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")

@@ -296,7 +296,6 @@ def show(
 
 
 def _shown(run: Run, bookies: list[str], *, counts: bool) -> list[PlainRow]:
-    """Return the row of each bookie, with the numbers of its ledgers if `counts`."""
     from bkctl.metadata.admin.overview import ledgers_of_bookies
 
     rows = [_show_row(run, bookie_id) for bookie_id in bookies]

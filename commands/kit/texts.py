@@ -7,6 +7,7 @@ import re
 from typing import Final
 
 from bkctl.columns import base64_text
+from bkctl.columns import counted as counted
 from bkctl.columns import plain as plain
 from bkctl.columns import size_text as size_text
 
@@ -111,10 +112,3 @@ def wrapped(text: str, width: int) -> list[str]:
         else:
             lines[-1] = joined
     return lines
-
-
-def counted(count: int, one: str, many: str | None = None) -> str:
-    """Return the count with the noun in its number: `1 finding`, `2 findings`; `many` where other words change, too."""
-    if many is None:
-        many = f"{one[:-1]}ies" if one.endswith("y") else f"{one}s"
-    return f"{count:,} {one if count == 1 else many}"

@@ -7,24 +7,22 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound
+from bkctl.formats.metadata import LedgerMetadata
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
+from bkctl.http.gateway import Upstream
+from bkctl.http.service import Service
 from bkctl.ids import LedgerId, parse_scope_id
 from bkctl.metadata.admin.health import health_findings
+from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.ledger_columns import pulsar_object
 from bkctl.metadata.racks import read_racks
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
-
-if TYPE_CHECKING:
-    from bkctl.formats.metadata import LedgerMetadata
-    from bkctl.http.gateway import Upstream
-    from bkctl.http.service import Service
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 #: Ledgers on a page, and those that a page looks at for an application's.
 LEDGERS_A_PAGE: Final = 100

@@ -13,20 +13,17 @@ import time
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import parse_qs, quote
 
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.http.console.pages import PAGES, LoadHistory, Sources
 from bkctl.http.console.templates import templates
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from bkctl.http.gateway import Upstream
-    from bkctl.http.service import Service
+from bkctl.http.gateway import Upstream
+from bkctl.http.service import Service
 
 ROOT: Final = "/console"
 SESSION_S: Final = 12 * 3600
