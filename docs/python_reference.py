@@ -15,7 +15,7 @@ PAGE = Path(__file__).with_name("python.md")
 BEGIN, END = "<!-- reference, from docstrings -->\n", "<!-- end of the reference -->\n"
 CLASSES = (bkctl.BookKeeper, bkctl.WriteHandle, bkctl.ReadHandle, bkctl.Handle)
 #: What bkctl's own commands use; it may change in any release.
-INTERNAL = {"access", "watch_writer", "versioned_metadata"}
+INTERNAL = {"access", "find_recovery_loss", "watch_writer", "read_from", "versioned_metadata"}
 
 
 def reference() -> str:

@@ -82,7 +82,9 @@ def test_the_blocking_twin_has_what_the_client_has() -> None:
         # A loop's own means, what only bkctl's commands use, and what blocks in the twin by itself.
         assert public - twin <= {
             "access",
+            "find_recovery_loss",
             "plan_recovery",
+            "read_from",
             "versioned_metadata",
             "ready",
         }

@@ -215,7 +215,7 @@ class BookKeeper:
         """Open a ledger for reading; with `recovery` fence it, recover its end and close it first, if it is open.
 
         Without `recovery` its writer may continue, and `tail` follows it.
-        `accept_loss` is the loss from `plan_recovery` that the recovery may cause. `password` None opens
+        `accept_loss` is the loss from `find_recovery_loss` that the recovery may cause. `password` None opens
         administratively, with the metadata's own password. Raises LedgerNotFound, Unauthorized for a wrong password,
         IllegalOperation for a scope in protocol v2, and the errors of `read_last_confirmed` and `recover`.
         Java: newOpenLedgerOp.withRecovery, BP-35's OpenBuilder.withLedgerScopeId.
@@ -247,6 +247,14 @@ class BookKeeper:
         access = self.access(ledger, versioned)
         activity = await watch_writer(access)
         return RecoveryPlan(ledger, versioned.metadata, activity, await find_loss(access) if with_loss else None)
+
+    async def find_recovery_loss(self, ledger: LedgerId) -> tuple[VersionedMetadata, RecoveryLoss | None]:
+        """Return a ledger's metadata and the loss from recovering it (None: no loss). Changes nothing.
+
+        Raises LedgerNotFound, and the errors of `bkctl.client.recovery.find_loss`.
+        """
+        versioned = await asyncio.to_thread(self._read, self._ledger(ledger))
+        return versioned, await find_loss(self.access(ledger, versioned))
 
     def access(self, ledger: LedgerId, versioned: VersionedMetadata, *, password: bytes | None = None) -> LedgerAccess:
         """Return the access to a ledger by its metadata alone, without asking a bookie or checking a password.

@@ -26,7 +26,7 @@ from bkctl.errors import BkctlError, ProtocolError, UsageError, restated
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, Protocol, ReadResponse, Response
+from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, Protocol, ReadRequest, ReadResponse, Response
 from bkctl.tasks import run_to_end
 
 #: A tail asks the metadata store and the bookies at least this often.
@@ -148,6 +148,16 @@ class Handle:
         """
         _check_range(first, last)
         return read_entries(self._access, first, last, verify=verify)
+
+    async def read_from(self, bookie_id: str, entry_id: int, *, verify: bool = True) -> LedgerEntry:
+        """Return the replica of an entry that one bookie has.
+
+        Raises EntryNotFound or LedgerNotFound if it has none, DigestMismatch, BookieUnavailable, TimedOut, ….
+        """
+        channel = self._access.pool.channel(bookie_id)
+        future = channel.send(ReadRequest(self.ledger, entry_id), self._access.scoped)
+        await asyncio.wait([future])
+        return entry_of(future, self._access, entry_id, bookie_id, verify=verify)
 
 
 def _check_range(first: int, last: int) -> None:

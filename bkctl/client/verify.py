@@ -231,8 +231,7 @@ async def read_replica(
 ) -> AsyncIterator[LedgerEntry]:
     """Yield one bookie's replicas of the entries `first` to `last` that it should have.
 
-    Raises UsageError if it should have none of them by the metadata, EntryNotFound or LedgerNotFound for a missing one,
-    DigestMismatch, BookieUnavailable, TimedOut, ….
+    Raises UsageError if it should have none of them by the metadata, and the errors of `read_from`.
     """
     wanted = _entries_at(handle, bookie_id, first, last)
     head = next(wanted, None)

@@ -42,8 +42,10 @@ class ResumeFile(Closing):
         file that is not a resume file, Unsupported for a later version, OSError.
         """
         self.path = path
-        #: Ledgers that earlier runs finished.
+        #: Ledgers that earlier runs finished, and the entries and bytes that those copied.
         self.done = LedgerIdSet()
+        self.entry_count = 0
+        self.size_bytes = 0
         self._synced = time.monotonic()
         self._dirty = False
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -140,6 +142,8 @@ class ResumeFile(Closing):
         if type(entry_count) is not int or type(size_bytes) is not int:
             raise Corrupt(f"{self.path} line {number} lacks entryCount or sizeBytes")
         self.done.add(LedgerId.from_value(int(name, 16)))
+        self.entry_count += entry_count
+        self.size_bytes += size_bytes
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:

@@ -10,7 +10,6 @@ import threading
 
 import pytest
 from client.fakes import FakeLedger, Fault, turns
-from support.replicas import read_from
 from support.waiting import LIMIT_S
 
 from bkctl.config import ClientConfig
@@ -459,9 +458,9 @@ async def test_unreadable_entry_error_names_replicas_after_earlier_entries(fake_
         with pytest.raises(EntryNotFound):
             await collect(reader.read(20, 20))
         with pytest.raises(EntryNotFound):
-            await read_from(reader, bookies[2], 20)
+            await reader.read_from(bookies[2], 20)
         with pytest.raises(DigestMismatch):
-            await read_from(reader, bookies[0], 21)
+            await reader.read_from(bookies[0], 21)
 
 
 async def test_a_bookie_that_never_answers_ends_in_a_timeout(fake_cluster):
@@ -980,7 +979,7 @@ async def test_a_replica_without_scopes_is_unavailable_never_empty(fake_cluster,
             entries = await collect(reader.read(0, reader.last_add_confirmed))
             assert [entry.payload for entry in entries] == PAYLOADS
             with pytest.raises((BookieUnavailable, ProtocolError)):
-                await read_from(reader, impostor.bookie_id, 0)
+                await reader.read_from(impostor.bookie_id, 0)
             if not lies:
                 assert {type(request) for request in impostor.received} == {ReadLacRequest}
 

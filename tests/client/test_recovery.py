@@ -11,8 +11,7 @@ from client.fakes import FakeLedger, Fault
 from support.waiting import LIMIT_S
 
 from bkctl.client.ensemble import with_fragment
-from bkctl.client.ledger import BookKeeper
-from bkctl.client.recovery import RecoveryLoss, find_loss
+from bkctl.client.recovery import RecoveryLoss
 from bkctl.errors import (
     BkctlError,
     LedgerFenced,
@@ -25,17 +24,11 @@ from bkctl.errors import (
 )
 from bkctl.formats.entry import read_entry_header
 from bkctl.formats.metadata import LedgerState
-from bkctl.ids import LedgerId
 from bkctl.protocol.messages import AddRequest, Protocol, ReadRequest, Status
 
 
 async def collect(entries):
     return [entry async for entry in entries]
-
-
-async def loss_of(client: BookKeeper, ledger: LedgerId) -> RecoveryLoss | None:
-    """Return the loss from recovering the ledger."""
-    return await find_loss(client.access(ledger, await asyncio.to_thread(client.cluster.ledgers.read, ledger)))
 
 
 async def open_ledger_of(client, payloads, **options):
@@ -272,7 +265,8 @@ async def test_accept_loss_closes_a_ledger_whose_last_entry_no_bookie_gives(fake
             await lost.stop()
         options = {"ledger_scope_id": scope_id, "recovery": True}
         async with cluster.client(protocol=protocol, timeout_s=2.0 if silent else LIMIT_S) as client:
-            loss = await loss_of(client, ledger)
+            versioned, loss = await client.find_recovery_loss(ledger)
+            assert versioned.metadata.state is LedgerState.OPEN
             assert loss == RecoveryLoss(last_entry_id=1, readable_entry_id=0, length=3)
             assert cluster.metadata(ledger).state is LedgerState.OPEN
             assert not empty.ledgers.get(ledger), "looking fences nothing"
@@ -282,10 +276,10 @@ async def test_accept_loss_closes_a_ledger_whose_last_entry_no_bookie_gives(fake
             for other in (loss._replace(last_entry_id=0), loss._replace(readable_entry_id=1, length=7)):
                 with pytest.raises(LedgerLengthUnknown):  # another loss than the one that was accepted
                     await client.open_ledger(ledger.ledger_id, accept_loss=other, **options)
-            assert await loss_of(client, ledger) == loss
+            assert (await client.find_recovery_loss(ledger))[1] == loss
             reader = await client.open_ledger(ledger.ledger_id, accept_loss=loss, **options)
             assert (reader.last_add_confirmed, reader.length) == (1, 3)
-            assert await loss_of(client, ledger) is None
+            assert (await client.find_recovery_loss(ledger))[1] is None
         metadata = cluster.metadata(ledger)
         assert (metadata.state, metadata.last_entry_id, metadata.length) == (LedgerState.CLOSED, 1, 3)
         # Nothing but the length is lost once the bookie is back.
@@ -313,7 +307,7 @@ async def test_a_loss_is_measured_in_each_write_set_of_each_fragment(fake_cluste
             for index, bookie_id in enumerate(used):
                 if index != up_index:
                     cluster.bookie(bookie_id).fault = lambda request: Status.EIO
-            loss = await loss_of(client, writer.ledger)
+            _, loss = await client.find_recovery_loss(writer.ledger)
             assert loss == (None if readable == 5 else RecoveryLoss(5, readable, length))
             for bookie in cluster.bookies:
                 bookie.fault = lambda request: None
@@ -324,9 +318,9 @@ async def test_no_loss_is_offered_where_the_end_itself_is_not_known(fake_cluster
         writer = await open_ledger_of(client, [b"0", b"1", b"2"])
         cluster.bookies[0].fault = cluster.bookies[1].fault = lambda request: Status.EIO
         with pytest.raises(BkctlError, match="too few of its bookies answer"):
-            await loss_of(client, writer.ledger)
+            await client.find_recovery_loss(writer.ledger)
         cluster.bookies[0].fault = cluster.bookies[1].fault = lambda request: None
-        assert await loss_of(client, writer.ledger) is None
+        assert (await client.find_recovery_loss(writer.ledger))[1] is None
         assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
 
 
@@ -419,7 +413,7 @@ async def test_impossible_last_add_confirmed_is_the_fault_of_its_bookie(fake_clu
             lied.entries[confirmed] = bytes(digest.seal(confirmed, confirmed, 9, b"c")) + b"c"
         # One answer is not enough here, whatever the other bookie says.
         with pytest.raises(ProtocolError, match=f"b0: Bookie b0 answered with .* {confirmed}"):
-            await loss_of(client, writer.ledger)
+            await client.find_recovery_loss(writer.ledger)
         if not explicit:
             with pytest.raises(LedgerRecoveryFailed, match=f"impossible last add confirmed, {confirmed}"):
                 await client.open_ledger(writer.ledger_id, recovery=True)
@@ -433,7 +427,7 @@ async def test_last_fragment_at_the_end_of_all_ids_is_refused(fake_cluster):
         moved = with_fragment(found.metadata, (1 << 63) - 1, found.metadata.last_fragment.bookies)
         cluster.cluster.ledgers.write(writer.ledger, moved, found.version)
         for opening in (
-            loss_of(client, writer.ledger),
+            client.find_recovery_loss(writer.ledger),
             client.open_ledger(writer.ledger_id, recovery=True),
         ):
             with pytest.raises(LedgerRecoveryFailed, match="begins at entry 9223372036854775807, which is impossible"):

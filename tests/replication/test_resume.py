@@ -29,7 +29,7 @@ def test_next_run_reads_finished_ledgers(tmp_path: Path) -> None:
         for index, ledger in enumerate(LEDGERS[:3]):
             file.record(ledger, index, 1000 * index)
     with opened(path, bookies=("b-2:3181", "b-1:3181")) as file:
-        assert file.done == set(LEDGERS[:3])
+        assert (file.done, file.entry_count, file.size_bytes) == (set(LEDGERS[:3]), 3, 3000)
         file.record(LEDGERS[3], 1, 1)
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert (lines[0]["format"], lines[0]["version"], lines[0]["instanceId"]) == ("bkctl-recovery", 1, "i-1")

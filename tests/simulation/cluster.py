@@ -19,7 +19,6 @@ from simulation.disk import WorldFiles
 from simulation.network import Network
 from simulation.runtime import Process, World
 from simulation.store import Session, Tree
-from support.replicas import read_from
 from support.simulated_disk import Fault
 
 from bkctl.bookie.bookie import Bookie
@@ -700,7 +699,7 @@ async def _read_replica(
 ) -> LedgerEntry:
     for _ in range(100):
         try:
-            return await read_from(reader, host.bookie_id, entry_id)
+            return await reader.read_from(host.bookie_id, entry_id)
         except (BookieUnavailable, TimedOut):  # a stop that was asked for before everything was healed
             await asyncio.sleep(0.5)
         except BkctlError as error:
