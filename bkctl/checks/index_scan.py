@@ -154,11 +154,7 @@ class IndexScan:
         path, name = database.path, str(database.path)
         known: set[LedgerId] = set()
         last: LedgerId | None = None
-        homes = (
-            [current_of(directory) for directory in self._directories.index_dirs]
-            if self._is_complete
-            else [path.parent]
-        )
+        homes = [*map(current_of, self._directories.index_dirs)] if self._is_complete else [path.parent]
         misplaced, count = None, 0
         for key, value in database.items():
             try:
