@@ -173,12 +173,10 @@ def _lock_owner(path: Path) -> int | None:
     fd = _attempt(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if fd is None:
         return None
-    try:
-        answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
+    answer = _attempt(lambda: fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
+    os.close(fd)
+    if answer is None:
         return None
-    finally:
-        os.close(fd)
     kind, _, _, _, pid = _FLOCK.unpack(answer)
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
