@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, Unreachable
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import COOKIES, Cluster
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import NEW, attempt
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.undo import UndoFile
@@ -307,21 +307,10 @@ def rename(
 
 def read_local(directories: Iterable[str]) -> dict[str, Cookie | BkctlError | None]:
     """Return the cookie of each directory; an error for one that cannot be read."""
-    found: dict[str, Cookie | BkctlError | None] = {}
-    for directory in directories:
-        try:
-            found[directory] = read_directory(directory)
-        except BkctlError as error:
-            found[directory] = error
-    return found
+    return {directory: attempt(read_directory, directory) for directory in directories}
 
 
 def read_stored(cluster: Cluster, bookie_id: str) -> Cookie | BkctlError | None:
     """Return the bookie's cookie in the store, an error if it cannot be read, or None. Raises Unreachable."""
-    try:
-        found = cluster.cookies.read(bookie_id)
-    except Unreachable:
-        raise
-    except BkctlError as error:
-        return error
-    return None if found is None else found.value
+    found = attempt(cluster.cookies.read, bookie_id)
+    return found if found is None or isinstance(found, BkctlError) else found.value

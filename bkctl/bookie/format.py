@@ -23,7 +23,7 @@ from bkctl.bookie.cookies import (
 from bkctl.config import BookieConfig, read_properties
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, Corrupt, UsageError
-from bkctl.files.directories import BookieDirectories
+from bkctl.files.directories import BookieDirectories, cookie_at
 from bkctl.files.index import BookieIndexes
 from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.metadata.cluster import Cluster
@@ -99,11 +99,7 @@ def bookie_to_wipe(config: BookieConfig) -> str:
     """
     in_directories: dict[str, str] = {}
     for directory in configured_directories(config):
-        try:
-            cookie = read_directory(directory)
-        except (BkctlError, OSError):
-            continue
-        if cookie is not None:
+        if (cookie := cookie_at(Path(directory) / CURRENT)) is not None:
             in_directories.setdefault(cookie.bookie_id, directory)
     if len(in_directories) > 1:
         (one, first), (other, second) = list(in_directories.items())[:2]

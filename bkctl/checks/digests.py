@@ -7,7 +7,7 @@ caller, from metadata, or from trying. Source: DigestManager.verifyDigest; BP-35
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final, NamedTuple
 
 from google_crc32c import extend as _crc32c_extend
@@ -73,6 +73,7 @@ class _Ledger:
     pending_count: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class DigestChecker:
     """Checks entries against their digests, and finds each ledger's digest type if it is not given.
 
@@ -83,16 +84,13 @@ class DigestChecker:
     tried with the empty one; entries that do not match it count as unchecked.
     """
 
-    def __init__(
-        self,
-        digest_type: DigestType | None = None,
-        digest_of: Callable[[LedgerId], DigestType | None] | None = None,
-        *,
-        password: bytes | None = None,
-        password_of: Callable[[LedgerId], bytes | None] | None = None,
-    ) -> None:
-        self._digest_type, self._digest_of = digest_type, digest_of
-        self._password, self._password_of = password, password_of
+    digest_type: DigestType | None = None
+    digest_of: Callable[[LedgerId], DigestType | None] | None = None
+    _: KW_ONLY
+    password: bytes | None = None
+    password_of: Callable[[LedgerId], bytes | None] | None = None
+
+    def __post_init__(self) -> None:
         self._ledgers: dict[LedgerId, _Ledger] = {}
         self._by_id: dict[int, _Ledger] = {}
         self._scoped: dict[tuple[LedgerId, DigestType], _Digest] = {}
@@ -215,9 +213,9 @@ class DigestChecker:
         return None
 
     def _new_ledger(self, ledger: LedgerId) -> _Ledger:
-        digest_type = self._digest_type
-        if digest_type is None and self._digest_of is not None:
-            digest_type = self._digest_of(ledger)
+        digest_type = self.digest_type
+        if digest_type is None and self.digest_of is not None:
+            digest_type = self.digest_of(ledger)
         state = _Ledger(digest_type, None if digest_type is None else self._digest(ledger, digest_type))
         self._ledgers[ledger] = state
         return state
@@ -225,8 +223,8 @@ class DigestChecker:
     def _digest(self, ledger: LedgerId, digest_type: DigestType) -> _Digest:
         if digest_type is not DigestType.HMAC:
             return _Digest(digest_function(digest_type))
-        password = None if self._password_of is None else self._password_of(ledger)
-        password = self._password if password is None else password
+        password = None if self.password_of is None else self.password_of(ledger)
+        password = self.password if password is None else password
         return _Digest(digest_function(digest_type, password or b""), password is not None)
 
 

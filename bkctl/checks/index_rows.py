@@ -111,18 +111,10 @@ class LocationRows(Closing):
         share = max(1, RUN_ROWS // max(1, len(self._runs)))
         while any(begin < end for begin, end in zip(begins, ends, strict=True)):
             # Take the rows up to the lowest location at which the share of any run ends.
-            limit = min(
-                (
-                    int(run[0][begin + share - 1])
-                    for run, begin, end in zip(self._runs, begins, ends, strict=True)
-                    if begin + share < end
-                ),
-                default=last,
-            )
-            stops = [
-                max(begin, min(end, int(np.searchsorted(run[0], np.uint64(limit), "right"))))
-                for run, begin, end in zip(self._runs, begins, ends, strict=True)
-            ]
+            spans = list(zip(self._runs, begins, ends, strict=True))
+            share_ends = (int(run[0][begin + share - 1]) for run, begin, end in spans if begin + share < end)
+            limit = np.uint64(min(share_ends, default=last))
+            stops = [max(begin, min(end, int(np.searchsorted(run[0], limit, "right")))) for run, begin, end in spans]
             parts = [
                 tuple(column[begin:stop] for column in run)
                 for run, begin, stop in zip(self._runs, begins, stops, strict=True)

@@ -6,6 +6,7 @@ Source: LedgersIndexCheckOp (which reads the ledgers database alone).
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +37,7 @@ FIRST_OFFSET: Final = LOG_HEADER_SIZE + 4
 Scan = Generator[Finding, None, set[LedgerId] | None]
 
 
+@dataclass(eq=False)
 class IndexScan:
     """Reads every key, value, header and slot of a bookie's indexes; `counts` has the numbers.
 
@@ -43,19 +45,13 @@ class IndexScan:
     `is_complete`: `directories` are all of the bookie, in the order of its settings, which tells each ledger's place.
     """
 
-    def __init__(
-        self,
-        directories: BookieDirectories,
-        *,
-        ledgers: bool = True,
-        locations: bool = True,
-        is_complete: bool = False,
-        find_deleted: FindDeleted | None = None,
-    ) -> None:
-        self.counts = Counts()
-        self._directories = directories
-        self._ledgers, self._locations, self._is_complete = ledgers, locations, is_complete
-        self._find_deleted = find_deleted
+    directories: BookieDirectories
+    _: KW_ONLY
+    ledgers: bool = True
+    locations: bool = True
+    is_complete: bool = False
+    find_deleted: FindDeleted | None = None
+    counts: Counts = field(init=False, default_factory=Counts)
 
     def findings(self) -> Iterator[Finding]:
         """Yield the invalid items, index by index. Call it once. An unreadable index is noted in `counts.errors`.
@@ -65,20 +61,20 @@ class IndexScan:
         return self.counts.watch(self._findings())
 
     def _findings(self) -> Iterator[Finding]:
-        with BookieIndexes(self._directories) as indexes:
+        with BookieIndexes(self.directories) as indexes:
             yield from self._scan_files(indexes)
             pairs = indexes.databases()
             for error in indexes.problems:
                 self.counts.note_error(error)
             for pair in pairs:
                 yield from self._scan_pair(pair)
-            if self._find_deleted is not None and self._ledgers and not indexes.problems:
-                yield from self._ledgers_without_index(self._find_deleted)
+            if self.find_deleted is not None and self.ledgers and not indexes.problems:
+                yield from self._ledgers_without_index(self.find_deleted)
 
     def _ledgers_without_index(self, find_deleted: FindDeleted) -> Iterator[Finding]:
         """Yield the ledgers in entry logs (by their maps, else their records) of which no index has an entry."""
         found: dict[LedgerId, tuple[Path, str]] = {}
-        for file in self._directories.entry_logs():
+        for file in self.directories.entry_logs():
             sizes: dict[LedgerId, int] = {}
             try:
                 with EntryLogReader.open(file.path) as reader:
@@ -93,7 +89,7 @@ class IndexScan:
             for ledger, size in sizes.items():
                 if ledger not in found:
                     found[ledger] = file.path, f"{size:,} bytes"
-        recheck = Recheck(self._directories, self.counts, None)
+        recheck = Recheck(self.directories, self.counts, None)
         logs = {ledger: path for ledger, (path, _) in found.items()}
         unindexed = {ledger: found[ledger] for ledger in recheck.ledgers_without_index(logs)}
         yield from unindexed_findings(unindexed, find_deleted)
@@ -115,9 +111,9 @@ class IndexScan:
             self.counts.ledgers += 1
             header = reader.header
             self.counts.fenced_ledgers += header.fenced
-            if self._ledgers:
+            if self.ledgers:
                 yield from _check_ledger_facts(ledger, path, header.master_key, header.explicit_lac)
-            if not self._locations:
+            if not self.locations:
                 return
             entries = 0
             for first, page in reader.pages():
@@ -132,9 +128,9 @@ class IndexScan:
 
     def _scan_pair(self, pair: IndexDatabases) -> Iterator[Finding]:
         known: set[LedgerId] | None = None
-        if self._ledgers:
+        if self.ledgers:
             known = yield from self._scan_database(pair.ledgers, self._scan_ledgers(pair.ledgers))
-        if self._locations:
+        if self.locations:
             yield from self._scan_database(pair.locations, self._scan_locations(pair.locations, known))
 
     def _scan_database(self, database: LedgersDatabase | LocationsDatabase, items: Scan) -> Scan:
@@ -154,11 +150,7 @@ class IndexScan:
         path, name = database.path, str(database.path)
         known: set[LedgerId] = set()
         last: LedgerId | None = None
-        homes = (
-            [current_of(directory) for directory in self._directories.index_dirs]
-            if self._is_complete
-            else [path.parent]
-        )
+        homes = [*map(current_of, self.directories.index_dirs)] if self.is_complete else [path.parent]
         misplaced, count = None, 0
         for key, value in database.items():
             try:
@@ -210,7 +202,7 @@ class IndexScan:
                 last = ledger
                 if known is None or ledger in known:
                     with_entries += 1
-                elif still_without_ledger(self._directories, path, [ledger]):
+                elif still_without_ledger(self.directories, path, [ledger]):
                     reason = "locations of a ledger that is not in the ledgers database: probably deleted"
                     yield Finding(FindingKind.NO_LEDGER, path, reason, ledger)
         if known is not None:

@@ -16,12 +16,15 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.formats import entry_log, index, journal
 from bkctl.formats.names import CONVERSION_NAME, COOKIE_NAME, LAST_ID_NAME, ROCKSDB_NAMES, SCOPED_DIRECTORY, STATUS_NAME
 from bkctl.ids import LedgerId
+
+if TYPE_CHECKING:
+    from bkctl.formats.metadata import Cookie
 
 #: Backups of rebuilds: Apache's shell leaves them beside a database, ours beside any replaced file or directory.
 _BACKUP = re.compile(
@@ -237,6 +240,16 @@ def current_of(directory: Path) -> Path:
         raise UsageError(f"{directory} is a file, a directory is needed")
     hint = "a directory of a bookie is needed; commands about single ledgers have --ledger"
     raise NotFound(f"Directory {directory} does not exist", hint=hint if str(directory).isdecimal() else None)
+
+
+def cookie_at(current: Path) -> Cookie | None:
+    """Return the cookie in a directory of a bookie's files; None without a readable one."""
+    from bkctl.formats.metadata import Cookie
+
+    try:
+        return Cookie.parse((current / COOKIE_NAME).read_bytes())
+    except (OSError, BkctlError):
+        return None
 
 
 def bookie_directories(directory: Path) -> list[Path]:

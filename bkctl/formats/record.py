@@ -12,7 +12,7 @@ from enum import StrEnum
 from struct import Struct
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, CorruptRecord
+from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
 from bkctl.formats.entry import (
     ENTRY_V1,
     ENTRY_V2,
@@ -23,6 +23,7 @@ from bkctl.formats.entry import (
     DigestType,
     digest_of_flags,
     lac_of,
+    read_lac_header,
 )
 from bkctl.formats.layout import Buffer
 from bkctl.ids import U64_MAX, LedgerId
@@ -135,6 +136,16 @@ class Record(NamedTuple):
         if not 0 <= size <= len(body) - at - 4:
             raise CorruptRecord(f"Record says {size} bytes of key or packet", offset=offset)
         return body[at + 4 : at + 4 + size]
+
+    @property
+    def lac(self) -> int | None:
+        """Return the last add confirmed of an entry, or of an explicitLac record; None where it cannot be read."""
+        if self.type is not RecordType.EXPLICIT_LAC:
+            return self.last_add_confirmed
+        try:
+            return read_lac_header(self.special_payload).last_add_confirmed
+        except (Corrupt, Unsupported):
+            return None
 
 
 _new_record = tuple.__new__

@@ -12,13 +12,14 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from bkctl.disk import Files, restrict_new_files
-from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
-from bkctl.files.directories import current_of
-from bkctl.formats.names import COOKIE_NAME, ROCKSDB_LOCK, ROCKSDB_NAMES
+from bkctl.errors import DirectoryInUse, NotFound, UsageError
+from bkctl.files.directories import cookie_at, current_of
+from bkctl.formats.names import ROCKSDB_LOCK, ROCKSDB_NAMES
 
 log: Final = logging.getLogger("bkctl.repair")
 
@@ -53,11 +54,8 @@ def holders(directories: Iterable[Path]) -> list[Holder]:
     """
     roots = [directory.resolve() for directory in directories if directory.is_dir()]
     found: dict[int | None, Holder] = {}
-    for holder in _by_locks(roots):
+    for holder in chain(_by_locks(roots), _by_open_files(roots) if roots else ()):
         found.setdefault(holder.pid, holder)
-    if roots:
-        for holder in _by_open_files(roots):
-            found.setdefault(holder.pid, holder)
     return sorted(found.values(), key=lambda holder: (holder.pid is None, holder.pid or 0))
 
 
@@ -132,13 +130,9 @@ def _siblings(currents: Sequence[Path]) -> list[Path]:
 
     A copy of a bookie's directories has its cookie too, but is not one of the directories that the cookie names.
     """
-    from bkctl.formats.metadata import Cookie
-
     found: dict[Path, None] = {}
     for current in currents:
-        try:
-            cookie = Cookie.parse((current / COOKIE_NAME).read_bytes())
-        except (OSError, BkctlError):
+        if (cookie := cookie_at(current)) is None:
             continue
         named = []
         for directory in (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ())):
@@ -179,12 +173,10 @@ def _lock_owner(path: Path) -> int | None:
     fd = _attempt(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if fd is None:
         return None
-    try:
-        answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
+    answer = _attempt(lambda: fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
+    os.close(fd)
+    if answer is None:
         return None
-    finally:
-        os.close(fd)
     kind, _, _, _, pid = _FLOCK.unpack(answer)
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
 

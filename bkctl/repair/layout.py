@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.disk import Files, names_in
-from bkctl.errors import BkctlError, UsageError
-from bkctl.files.directories import BookieDirectories, current_of
+from bkctl.errors import UsageError
+from bkctl.files.directories import BookieDirectories, cookie_at, current_of
 from bkctl.formats.entry_log import log_id_of
-from bkctl.formats.metadata import Cookie
-from bkctl.formats.names import COOKIE_NAME, ROCKSDB_NAMES, SCOPED_DIRECTORY, UNFINISHED_SUFFIX
+from bkctl.formats.names import ROCKSDB_NAMES, SCOPED_DIRECTORY, UNFINISHED_SUFFIX
 from bkctl.tasks import uninterrupted
 
 
@@ -106,9 +105,7 @@ def _has_ledgers(current: Path) -> bool:
 
 def _layout_by_cookie(given: tuple[Path, ...]) -> BookieLayout | None:
     for current in given:
-        try:
-            cookie = Cookie.parse((current / COOKIE_NAME).read_bytes())
-        except (OSError, BkctlError):
+        if (cookie := cookie_at(current)) is None:
             continue
 
         def find(named: tuple[str, ...]) -> tuple[Path, ...] | None:

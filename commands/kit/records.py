@@ -124,10 +124,7 @@ def record_columns(
     """Return the columns of the records of the file `path`; `id_name` is `journalId` or `logId`."""
     from bkctl.formats.record import NO_LEDGER, RecordType
 
-    digest_type, explicit_lac = options.digest_type, RecordType.EXPLICIT_LAC
-
-    def last_add_confirmed(record: Record) -> int | None:
-        return _explicit_lac(record) if record.type is explicit_lac else record.last_add_confirmed
+    digest_type = options.digest_type
 
     def master_key(record: Record) -> bytes | None:
         return record.special_payload if record.type is RecordType.LEDGER_KEY else None
@@ -138,7 +135,7 @@ def record_columns(
     columns = [
         Column("LEDGER", "ledger", lambda row: None if row.ledger == NO_LEDGER else row.ledger, Kind.LEDGER),
         Column("ENTRY", "entryId", "entry_id", Kind.INTEGER, text=lambda each: NULL if each < 0 else str(each)),
-        Column("LAC", "lastAddConfirmed", last_add_confirmed, Kind.INTEGER),
+        Column("LAC", "lastAddConfirmed", "lac", Kind.INTEGER),
         Column("LENGTH", "length", "length", Kind.INTEGER),
         Column("SIZE", "size", size, Kind.INTEGER),
         Column(None, "formatVersion", "format_version", Kind.INTEGER),
@@ -160,15 +157,6 @@ def shown_record_columns(id_name: str) -> Columns:
     """Return the columns of records with and without --body and --show-secrets."""
     variants = (Records(), False), (Records(body=True), True)
     return union(*(record_columns(Path(), None, id_name, options, secrets=secrets) for options, secrets in variants))
-
-
-def _explicit_lac(record: Record) -> int | None:
-    from bkctl.formats.entry import read_lac_header
-
-    try:
-        return read_lac_header(record.special_payload).last_add_confirmed
-    except (Corrupt, Unsupported):
-        return None
 
 
 def print_records(

@@ -41,13 +41,9 @@ app = group()
 EVERY_LEDGER: Final = ScanFilter(None, None)
 
 
-def _integers(spare: int = 0, **titles: str | None) -> list[Column]:
+def _integers(spare: int = 0, kind: Kind = Kind.INTEGER, **titles: str | None) -> list[Column]:
     """Return columns of integers, which the rows have by their JSON names, by name and title."""
-    return [Column(title, name, name, Kind.INTEGER, spare=spare) for name, title in titles.items()]
-
-
-def _sizes(**titles: str) -> list[Column]:
-    return [Column(title, name, name, Kind.SIZE) for name, title in titles.items()]
+    return [Column(title, name, name, kind, spare=spare) for name, title in titles.items()]
 
 
 LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
@@ -266,7 +262,7 @@ class IntegrityResult(JobResult):
 
 GarbageBy = StrEnum("GarbageBy", "ENTRYLOG BOOKIE LEDGER")
 
-_USE = _sizes(totalSize="TOTAL", remainingSize="REMAINING", garbageSize="GARBAGE")
+_USE = _integers(kind=Kind.SIZE, totalSize="TOTAL", remainingSize="REMAINING", garbageSize="GARBAGE")
 GARBAGE_COLUMNS = {
     GarbageBy.ENTRYLOG: Columns(
         BOOKIE,
@@ -286,7 +282,7 @@ GARBAGE_COLUMNS = {
         LOGS,
         *_integers(compactedCount="COMPACTED"),
         *_USE,
-        *_sizes(reclaimableSize="FREED", rewrittenSize="REWRITTEN"),
+        *_integers(kind=Kind.SIZE, reclaimableSize="FREED", rewrittenSize="REWRITTEN"),
         key="bookieId",
     ),
     GarbageBy.LEDGER: Columns(LEDGER, BOOKIES, LOGS, SIZE, key="ledger"),

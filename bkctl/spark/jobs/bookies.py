@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.config import BookieConfig, read_properties
 from bkctl.errors import NotFound, UsageError
-from bkctl.files.directories import BookieDirectories, FileKind, current_of
+from bkctl.files.directories import BookieDirectories, FileKind, cookie_at, current_of
 from bkctl.formats.entry_log import HEADER_SIZE
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.liveness import check_instance
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.sources.options import CONNECTION_OPTIONS, ClusterOptions, SourceOptions
-from bkctl.spark.sources.places import bookie_id_at, cookie_at
+from bkctl.spark.sources.places import bookie_id_at
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster

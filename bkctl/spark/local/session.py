@@ -240,9 +240,6 @@ class LocalReader:
         self._name = name
         return self
 
-    def option(self, name: str, value: str) -> LocalReader:
-        return self.options(**{name: value})
-
     def options(self, **options: str) -> LocalReader:
         self._options |= options
         return self

@@ -10,9 +10,8 @@ from socket import gethostname
 from typing import NamedTuple, cast
 
 from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.files.directories import BookieDirectories, BookieFile
-from bkctl.formats.metadata import Cookie
-from bkctl.formats.names import COOKIE_NAME, SCOPED_DIRECTORY
+from bkctl.files.directories import BookieDirectories, BookieFile, cookie_at
+from bkctl.formats.names import SCOPED_DIRECTORY
 
 
 class Place(NamedTuple):
@@ -96,12 +95,3 @@ def bookie_id_at(directory: Path) -> str | None:
     """Return the bookie that the cookie in `directory` names; None without a readable cookie."""
     cookie = cookie_at(directory)
     return None if cookie is None else cookie.bookie_id
-
-
-def cookie_at(directory: Path) -> Cookie | None:
-    """Return the cookie in `directory`; None without a readable one."""
-    path = directory / COOKIE_NAME
-    try:
-        return Cookie.parse(path.read_bytes(), str(path))
-    except (OSError, BkctlError):
-        return None

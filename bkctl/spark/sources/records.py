@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from bkctl.errors import BkctlError, Conflict, Corrupt, CorruptRecord, NotFound, Unsupported, UsageError
+from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
@@ -42,7 +42,6 @@ from bkctl.formats.entry import (
     OVERHEAD_SIZE_MAX,
     DigestType,
     digest_function,
-    read_lac_header,
 )
 from bkctl.formats.entry_log import HEADER_SIZE, content_id_of
 from bkctl.formats.journal import journal_id_of
@@ -122,15 +121,6 @@ def digest_of(window: bytes, body: int, size: int, version: int) -> str | None:
     return None
 
 
-def _last_add_confirmed(record: Record) -> int | None:
-    if record.type is not RecordType.EXPLICIT_LAC:
-        return record.last_add_confirmed
-    try:
-        return read_lac_header(record.special_payload).last_add_confirmed
-    except (Corrupt, Unsupported):
-        return None
-
-
 def _record_digest(record: Record) -> str | None:
     if record.type is not RecordType.ENTRY or record.length is None:
         return None
@@ -143,7 +133,7 @@ VALUES: Final[dict[str, Callable[[Record, DigestType | None], Any]]] = {
     "ledgerId": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.ledger_id,
     "ledgerQualifiedName": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.qualified_name,
     "entryId": lambda record, _: record.entry_id,
-    "lastAddConfirmed": lambda record, _: _last_add_confirmed(record),
+    "lastAddConfirmed": lambda record, _: record.lac,
     "length": lambda record, _: record.length,
     "size": lambda record, digest_type: record.payload_size(digest_type),
     "formatVersion": lambda record, _: record.format_version,

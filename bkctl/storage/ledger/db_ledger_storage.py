@@ -92,32 +92,28 @@ class _Changes:
     is_written: bool = False
 
 
+@dataclass(eq=False)
 class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
     """The logs of one ledger directory, with their databases in `index_directory`; both paths end in `current`."""
 
-    def __init__(
-        self,
-        ledger_directory: Path,
-        index_directory: Path,
-        config: BookieConfig,
-        files: Files,
-        open_loggers: Callable[[], tuple[EntryLogger, EntryLogger]],
-    ) -> None:
-        self.config = config
-        self.files = files
-        self.ledger_directory, self.index_directory = ledger_directory, index_directory
-        self._open_loggers = open_loggers
-        self.metadata = LedgerMetadataIndex(index_directory, config, files)
-        self.locations = EntryLocationIndex(index_directory, config, files)
-        count = len(config.ledger_directories)
-        self.read_cache: ReadCache[Buffer] = ReadCache((config.db_storage_read_ahead_cache_max_size_mb << 20) // count)
+    ledger_directory: Path
+    index_directory: Path
+    config: BookieConfig
+    files: Files
+    _open_loggers: Callable[[], tuple[EntryLogger, EntryLogger]]
+    needs_integrity_check: bool = False
+    #: Ledgers that had entries here when the storage was opened but belong to another directory, and one of them.
+    misplaced_count: int = 0
+    misplaced: LedgerId | None = None
+
+    def __post_init__(self) -> None:
+        self.metadata = LedgerMetadataIndex(self.index_directory, self.config, self.files)
+        self.locations = EntryLocationIndex(self.index_directory, self.config, self.files)
+        cached_bytes = self.config.db_storage_read_ahead_cache_max_size_mb << 20
+        self.read_cache: ReadCache[Buffer] = ReadCache(cached_bytes // len(self.config.ledger_directories))
         self._deleted: set[LedgerId] = set()
         #: Changes that no flush has written yet; several after a failed flush.
         self._unfinished: list[_Changes] = []
-        self.needs_integrity_check = False
-        #: Ledgers that had entries here when the storage was opened but belong to another directory, and one of them.
-        self.misplaced_count = 0
-        self.misplaced: LedgerId | None = None
         self._flush_lock = threading.Lock()
 
     def open(self, number: int, count: int) -> None:

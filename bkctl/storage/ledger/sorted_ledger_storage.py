@@ -13,6 +13,7 @@ import random
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Final
@@ -36,22 +37,18 @@ log: Final = logging.getLogger("bkctl.bookie")
 UNWRITTEN_LEDGERS_MAX: Final = 100
 
 
+@dataclass(eq=False)
 class LedgerIndexFiles(EntryIndex[IndexedHandle]):
-    """The index of the logs that `loggers` write. `handles` are the ledgers in memory."""
+    """The index of the logs that `loggers` write. `_handles` are the ledgers in memory."""
 
-    def __init__(
-        self,
-        persistence: IndexPersistenceMgr,
-        pages: IndexInMemPageMgr,
-        loggers: tuple[EntryLogger, EntryLogger],
-        handles: Mapping[LedgerId, IndexedHandle],
-    ) -> None:
-        self.persistence, self.pages, self.loggers = persistence, pages, loggers
-        self._handles = handles
-        #: Handles of ledgers that only the garbage collector's thread uses.
-        self._borrowed: dict[LedgerId, IndexedHandle] = {}
-        #: Ledgers whose index the disk refuses, and why.
-        self._refused: dict[LedgerId, Exception] = {}
+    persistence: IndexPersistenceMgr
+    pages: IndexInMemPageMgr
+    loggers: tuple[EntryLogger, EntryLogger]
+    _handles: Mapping[LedgerId, IndexedHandle]
+    #: Handles of ledgers that only the garbage collector's thread uses.
+    _borrowed: dict[LedgerId, IndexedHandle] = field(init=False, default_factory=dict)
+    #: Ledgers whose index the disk refuses, and why.
+    _refused: dict[LedgerId, Exception] = field(init=False, default_factory=dict)
 
     @property
     def has_scoped(self) -> bool:

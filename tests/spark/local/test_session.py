@@ -131,7 +131,7 @@ def test_log_deleted_after_the_plan_is_an_error_or_damage(
         return parts
 
     monkeypatch.setattr(RecordSource, "partitions", planned)
-    frame = session.read.format("bookkeeper.entrylog").option("mode", mode).load([str(logs)])
+    frame = session.read.format("bookkeeper.entrylog").options(mode=mode).load([str(logs)])
     words = "0.log was deleted after the plan was made"
     if mode == "failfast":
         with pytest.raises(NotFound, match=words):
