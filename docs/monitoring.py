@@ -89,6 +89,7 @@ GUIDES: dict[Code, Guide] = {
     Code.DISK_FULL_NO_WAY_OUT: Guide((*_SPACE, ("bkctl bookie gc --status --bookie BOOKIE", "says why compaction is suspended")), (*_FREE, ("bkctl bookies recover BOOKIE --yes", "moves its ledgers to bookies with space"))),
     Code.LEDGERS_UNAVAILABLE: Guide(_LEDGER, _START),
     Code.LEDGERS_ONE_COPY: Guide((*_LEDGER, *_AUTO), (*_START, ("bkctl autorecovery audit", "has the auditor mark what lacks replicas now"))),
+    Code.METADATA_UNREADABLE: Guide((("bkctl metadata get PATH", "reads the node of one, by the path that the check prints: with the login of another user, if it is refused"),), (("bkctl metadata diff FILE", "shows the metadata that an export of this cluster has in place of damage"),)),
     Code.LEDGERS_IN_RECOVERY: Guide(_LEDGER, (("bkctl ledger recover LEDGER --yes", "decides the end of the ledger and closes it"),)),
     Code.LEDGERS_DANGLING: Guide((("bkctl metadata check", "shows the bookies that ledgers name"),), _RECOVER),
     Code.LEDGERS_SET_ASIDE: Guide((("bkctl bookie check", "reads its files, on its host while it is stopped"),), _MARK),

@@ -13,6 +13,7 @@ from typing import Final
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
 from bkctl.checks.recheck import Recheck
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader, first_files, still_without_ledger
@@ -56,11 +57,14 @@ class IndexScan:
     def findings(self) -> Iterator[Finding]:
         """Yield the invalid items, index by index. Call it once. An unreadable index is noted in `counts.errors`.
 
-        Raises NotFound for a missing directory.
+        Raises NotFound for a missing directory, Conflict where a conversion stopped in its last step, Corrupt for its
+        progress file.
         """
         return self.counts.watch(self._findings())
 
     def _findings(self) -> Iterator[Finding]:
+        for directory in self.directories.index_dirs:
+            check_conversion(current_of(directory))
         with BookieIndexes(self.directories) as indexes:
             yield from self._scan_files(indexes)
             pairs = indexes.databases()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.client.placement import Placement, region_of
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import HealthFinding, age_text, health_finding
@@ -36,6 +36,7 @@ RECOVERY_S: Final = 2.0
 _MESSAGES: Final = {
     HealthCode.LEDGERS_UNAVAILABLE: "{have} entries without a readable replica",
     HealthCode.LEDGERS_ONE_COPY: "{have} entries with one readable replica left",
+    HealthCode.METADATA_UNREADABLE: "{have} metadata that cannot be read",
     HealthCode.LEDGERS_IN_RECOVERY: "{are} IN_RECOVERY, and no recovery ends",
     HealthCode.LEDGERS_DANGLING: "{name} bookies that nothing else knows",
     HealthCode.RACKS_VIOLATED: "{have} entries with all replicas in too few racks",
@@ -94,20 +95,21 @@ class LedgerSurvey:
         members = {bookie_id for fragment in metadata.ensembles for bookie_id in fragment.bookies}
         if unknown := members - self._known:
             self.of_unknown.update(unknown)
-            self._count(HealthCode.LEDGERS_DANGLING, ledger)
+            self.count(HealthCode.LEDGERS_DANGLING, ledger)
         absent = (members - self._up).union(() if mark is None else mark.missing_replicas)
         if absent:
             left = fewest_replicas(metadata, absent)
             if left == 0:
-                self._count(HealthCode.LEDGERS_UNAVAILABLE, ledger)
+                self.count(HealthCode.LEDGERS_UNAVAILABLE, ledger)
             elif left == 1 < metadata.write_quorum_size:
-                self._count(HealthCode.LEDGERS_ONE_COPY, ledger)
+                self.count(HealthCode.LEDGERS_ONE_COPY, ledger)
         if metadata.state is LedgerState.IN_RECOVERY and self.at_ms - (found.ctime_ms or 0) >= self._stuck_after_ms:
             self._in_recovery.append(ledger)
         if self._placement.racks and self._placement.ledger_problem(metadata) is not None:
-            self._count(HealthCode.RACKS_VIOLATED, ledger)
+            self.count(HealthCode.RACKS_VIOLATED, ledger)
 
-    def _count(self, code: HealthCode, ledger: LedgerId) -> None:
+    def count(self, code: HealthCode, ledger: LedgerId) -> None:
+        """Add a ledger to the finding of its scope."""
         key = code, ledger.scope_id
         self.tallies[key] = self.tallies.get(key, Tally(0, ())).plus(ledger)
 
@@ -117,7 +119,7 @@ class LedgerSurvey:
             time.sleep(RECOVERY_S)
         for ledger, found in cluster.ledgers.read_many(self._in_recovery):
             if not isinstance(found, BkctlError) and found.metadata.state is LedgerState.IN_RECOVERY:
-                self._count(HealthCode.LEDGERS_IN_RECOVERY, ledger)
+                self.count(HealthCode.LEDGERS_IN_RECOVERY, ledger)
         self._in_recovery.clear()
 
     def findings(self, *, audited: bool = False) -> Iterator[HealthFinding]:
@@ -170,13 +172,15 @@ def survey_ledgers(
     ledgers: Iterable[LedgerId],
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Add `ledgers`, ascending, with their marks. Unreadable metadata is left out: 'metadata check' finds it."""
+    """Add `ledgers`, ascending, with their marks; deleted ones are left out."""
     mark_of = AutoRecoveryState(cluster.store).marks.cursor()
     for ledger, found in cluster.ledgers.read_many(ledgers):
         progress(1)
         mark = mark_of(ledger)
-        if not isinstance(found, BkctlError):
+        if isinstance(found, VersionedMetadata):
             survey.add(ledger, found, mark)
+        elif not isinstance(found, LedgerNotFound):
+            survey.count(HealthCode.METADATA_UNREADABLE, ledger)
     survey.end(cluster)
 
 

@@ -647,11 +647,11 @@ class AutoRecoveryState:
         self.settings, self.election = AutoRecoverySettings(store), AuditorElection(store)
 
     def why_not_audited(self) -> str | None:
-        """Return in words that no auditor looks for lost replicas, and since when at the latest; None while one does.
+        """Return in words that no auditor of scope 0 looks for lost replicas, and since when; None while one does.
 
         Without an auditor the lack of marks proves nothing. Raises Corrupt if the auditor's vote is damaged.
         """
-        if self.settings.is_enabled() and (self.election.auditor() or self.election.auditor(scoped=True)):
+        if self.settings.is_enabled() and self.election.auditor():
             return None
         last_ms = max(filter(None, map(self.settings.check_ctime_ms, AuditorCheck)), default=None)
         if last_ms is None:

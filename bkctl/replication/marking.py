@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, islice
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unreachable, UsageError
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unauthorized, Unreachable, UsageError
 from bkctl.ids import U64_MAX, LedgerId, check_bookie_id
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
@@ -82,10 +82,10 @@ def _mark(
     marks = LedgerMarks(cluster.store)
 
     def mark(marked: MarkedLedger) -> bool:
-        """Return False if the ledger cannot be marked: its mark is damaged, or it names an invalid bookie id."""
+        """Return False if the ledger cannot be marked: damage, a refusal of the store, or an invalid bookie id."""
         try:
             marks.add(*marked)
-        except (Corrupt, UsageError) as error:
+        except (Corrupt, Unauthorized, UsageError) as error:
             log.error("Ledger %s cannot be marked: %s", marked.ledger, error)
             return False
         return True

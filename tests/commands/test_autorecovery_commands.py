@@ -265,6 +265,10 @@ def test_status_calls_nothing_replicated_that_nobody_audits(cli: Cli, store: Clu
     vote = "underreplication/auditorelection/V_0000000001"
     store.store.put(vote, b'bookieId: "b1:1"', NEW)
     assert status() == (False, None)
+    store.store.delete(vote)
+    store.store.put("scopes/auditorelection/V_0000000001", b'bookieId: "b1:1"', NEW)
+    assert status() == (None, "never audited"), "the scopes' auditor looks at no ledger of scope 0"
+    store.store.put(vote, b'bookieId: "b1:1"', NEW)
     cli("autorecovery", "disable")
     assert status() == (None, "never audited")
     cli("autorecovery", "enable")

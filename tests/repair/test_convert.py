@@ -17,6 +17,7 @@ from support.golden import GoldenBookie
 from support.simulated_disk import SimulatedCrash
 
 from bkctl.checks.check import IndexCheck
+from bkctl.checks.index_scan import IndexScan
 from bkctl.errors import Conflict, Corrupt, Unsupported, UsageError
 from bkctl.files.conversion import DB, INTERLEAVED, ConversionState
 from bkctl.files.directories import BookieDirectories, FileKind
@@ -31,6 +32,7 @@ from bkctl.repair.convert import convert
 from bkctl.repair.layout import BookieLayout, find_layout
 from bkctl.repair.rebuild import rebuild
 from bkctl.repair.regenerate import regenerate
+from bkctl.spark.jobs.bookies import find_bookies
 
 KEY = master_key(b"secret")
 A, B, S = LedgerId(0, 4), LedgerId(0, 5), LedgerId(7, 5)
@@ -340,6 +342,8 @@ def test_a_conversion_resumes_after_any_failure(
                 for work in (
                     lambda: rebuild(layout, ledgers=True, locations=True), lambda: regenerate(layout),
                     lambda: list(IndexCheck(BookieDirectories.at(current.parent)).findings()),
+                    lambda: list(IndexScan(BookieDirectories.at(current.parent)).findings()),
+                    lambda: find_bookies([f"bookie-1={current.parent}"]),
                 ):  # fmt: skip
                     with pytest.raises(Conflict, match="is not finished"):
                         work()

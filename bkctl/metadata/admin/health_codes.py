@@ -117,6 +117,10 @@ class HealthCode(StrEnum):
         "ledgers-one-copy", "error", "Entries of ledgers of two replicas or more have one readable replica left.",
         "bkctl why ledger {ledger}", "one more loss loses data: it shows what keeps replication from restoring them",
     )  # fmt: skip
+    METADATA_UNREADABLE = (
+        "metadata-unreadable", "error", "Metadata of ledgers cannot be read, so nothing else is known of them.",
+        "bkctl metadata check", "it names them, and says whether they are damaged, or refused to this user",
+    )  # fmt: skip
     LEDGERS_IN_RECOVERY = (
         "ledgers-in-recovery", "warning", "Ledgers older than --stuck-after stay IN_RECOVERY: their recovery stopped.",
         "bkctl ledger recover {ledger} --yes", "readers wait for the end of the ledger, which a recovery decides",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.config import BookieConfig, read_properties
 from bkctl.errors import NotFound, UsageError
+from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories, FileKind, cookie_at, current_of
 from bkctl.formats.entry_log import HEADER_SIZE
 from bkctl.formats.names import COOKIE_NAME
@@ -67,7 +68,7 @@ def find_bookies(places: Iterable[str | Path], left_out: list[Path] | None = Non
     (`VERSION`), else in another cookie of the same place, or the place names it: `BOOKIE_ID=PLACE`. Several places may
     belong to one bookie. Directories beside a bookie's that no cookie there names are copies, and go to `left_out`.
     Raises UsageError if nothing names a directory's bookie, if one of a bookie's directories is a copy of another, or
-    for a file that is not a configuration; NotFound.
+    for a file that is not a configuration; NotFound; Conflict where a conversion of an index stopped in its last step.
     """
     found: dict[str, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     for place in places:
@@ -81,6 +82,8 @@ def find_bookies(places: Iterable[str | Path], left_out: list[Path] | None = Non
     bookies = [BookieFiles(bookie_id, *map(tuple, found[bookie_id])) for bookie_id in sorted(found)]
     for each in bookies:
         _check_no_copies(each)
+        for directory in each.index_dirs:
+            check_conversion(Path(directory))
     return bookies
 
 

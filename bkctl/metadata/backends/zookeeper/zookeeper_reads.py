@@ -30,7 +30,7 @@ from bkctl.metadata.backends.zookeeper.multi_read import (
     parse_answers,
 )
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection, end_client
-from bkctl.metadata.store import StoredValue, Versioned, full_paths
+from bkctl.metadata.store import StoredValue, Versioned, attempt, full_paths
 
 _BATCH_SIZE_MAX: Final = 1024
 #: With fewer batches, a listing waits for the server.
@@ -68,7 +68,7 @@ class ZooKeeperReads(SessionStore):
         return chain.from_iterable(self._pipeline("get", paths))
 
     def get_batches(self, paths: Iterable[str]) -> Iterator[Collection[StoredValue]]:
-        return self._pipeline("get", paths)
+        return self._pipeline("get", paths, in_place=True)
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         names = self._read_one("children", path)
@@ -110,8 +110,10 @@ class ZooKeeperReads(SessionStore):
         client.sync_async(full)  # Answered in order, so the answer to the next request implies it.
         return client.get_children_async(full)
 
-    def _pipeline(self, operation: str, paths: Iterable[str]) -> Iterator[Answers]:
+    def _pipeline(self, operation: str, paths: Iterable[str], *, in_place: bool = False) -> Iterator[Answers]:
         """Yield the answers in order. A read that gave no answer is repeated alone, and raises its error.
+
+        With `in_place` the error of a node is its answer, and only Unreachable is raised.
 
         _UNDER_WAY batches are asked for at once. They grow while answers are small, and shrink when these are large.
         """
@@ -127,7 +129,8 @@ class ZooKeeperReads(SessionStore):
             began_s = time.monotonic()
             answers = finish()
             answers.waited_s = time.monotonic() - began_s
-            answers.repeat = partial(self._repeat, operation, batch)
+            repeat = partial(self._repeat, operation, batch)
+            answers.repeat = partial(attempt, repeat) if in_place else repeat
             size_bytes = answers.size_bytes()
             yield answers
             if size_bytes > shrink_above:

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 from kazoo.client import KazooClient
-from kazoo.security import READ_ACL_UNSAFE
+from kazoo.security import READ_ACL_UNSAFE, make_digest_acl
 from support import servers
 
+from bkctl.client.ledger_survey import LedgerSurvey, survey_ledgers
 from bkctl.errors import Unauthorized, Unreachable, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.admin.undo import UndoFile
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW, NO_SECURITY, MetadataStore, StoreSecurity, map_each, value_of
-from bkctl.metadata.underreplication import LedgerMarks
+from bkctl.metadata.underreplication import LedgerMarks, mark_path
+from bkctl.replication.marking import audit_bookies
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
 USER, PASSWORD = "bookkeeper", "se:cret"
@@ -146,6 +149,31 @@ def test_apache_and_bkctl_share_nodes_with_creator_acls(
         java.shell(conf, "deleteledger", "-ledgerid", 5, "-force", check=True)
         with open_cluster(uri, security=SASL) as cluster:
             assert list(cluster.ledgers.ledgers()) == []
+
+
+@pytest.mark.parametrize("count", [3, LEDGERS])
+def test_a_refused_ledger_stops_no_other(guarded: Any, count: int) -> None:
+    root, refused = guarded.new_root(), LedgerId(0, count // 2)
+    with open_cluster(guarded.metadata_uri(root), create=True) as cluster:
+        ids = [LedgerId(0, number) for number in range(count)]
+        for found in map_each(lambda ledger: cluster.ledgers.create(ledger, METADATA), ids):
+            value_of(found)
+        client = cluster.store._connection.client  # type: ignore[attr-defined]
+        client.set_acls(f"{root}/{cluster.ledgers.path(refused)}", [make_digest_acl("other", "secret", all=True)])
+
+        errors = {ledger: found for ledger, found in cluster.ledgers.read_many(ids) if isinstance(found, Exception)}
+        assert list(errors) == [refused]
+        assert isinstance(errors[refused], Unauthorized)
+        assert str(errors[refused]).find(cluster.ledgers.path(refused)) > 0
+        with pytest.raises(Unauthorized):
+            list(cluster.store.get_many(map(cluster.ledgers.path, ids)))
+        survey = LedgerSurvey(())
+        survey_ledgers(cluster, survey, ids)
+        assert survey.tallies[HealthCode.METADATA_UNREADABLE, 0] == (1, (refused,))
+        assert audit_bookies(cluster, scoped=False) == {"bookie-1": count - 1}
+        # A mark that is refused stops no other, either.
+        client.set_acls(f"{root}/{mark_path(ids[0])}", [make_digest_acl("other", "secret", all=True)])
+        assert audit_bookies(cluster, scoped=False) == {"bookie-1": count - 2}
 
 
 def test_refused_change_names_its_node_and_leaves_no_undo_file(guarded: Any, tmp_path: Path) -> None:
