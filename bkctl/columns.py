@@ -82,7 +82,7 @@ def size_text(size_bytes: int) -> str:
 def counted(count: int, one: str, many: str | None = None) -> str:
     """Return the count with the noun in its number: `1 finding`, `2 findings`; `many` where other words change, too."""
     if many is None:
-        many = f"{one[:-1]}ies" if one.endswith("y") else f"{one}s"
+        many = f"{one[:-1]}ies" if one.endswith("y") and one[-2] not in "aeiou" else f"{one}s"
     return f"{count:,} {one if count == 1 else many}"
 
 

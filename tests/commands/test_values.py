@@ -22,4 +22,5 @@ def test_a_value_that_is_not_given_is_not_refused(value: object) -> None:
 def test_counts_have_the_noun_in_its_number() -> None:
     assert [counted(count, "entry") for count in (0, 1, 2_000)] == ["0 entries", "1 entry", "2,000 entries"]
     assert [counted(count, "log") for count in (1, 2)] == ["1 log", "2 logs"]
+    assert [counted(count, "day") for count in (1, 5)] == ["1 day", "5 days"]
     assert counted(2, "ledger was", "ledgers were") == "2 ledgers were"
