@@ -173,8 +173,10 @@ def _lock_owner(path: Path) -> int | None:
     fd = _attempt(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if fd is None:
         return None
-    answer = _attempt(lambda: fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
-    os.close(fd)
+    try:
+        answer = _attempt(lambda: fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
+    finally:
+        os.close(fd)
     if answer is None:
         return None
     kind, _, _, _, pid = _FLOCK.unpack(answer)

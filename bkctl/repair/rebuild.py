@@ -219,8 +219,8 @@ class Rebuild(IndexRepair):
             row.entries = self.counted.total() - before if database is None else sum(map(len, database.batches()))
         row.ledgers = sum(taken.values())
         row.left_out = len(taken) - row.ledgers
-        unlisted = taken.keys() - (taken.keys() if listed is None else listed)
-        unlisted = {ledger for ledger in unlisted if is_(ledger, LedgerLiveness.ALIVE)}
+        doubtful = set[LedgerId]() if listed is None else taken.keys() - listed
+        unlisted = {ledger for ledger in doubtful if is_(ledger, LedgerLiveness.ALIVE)}
         if unlisted:
             self.findings.notes.append(
                 f"{len(unlisted)} ledgers of the metadata store are in logs of {row.path.parent} but not in its "

@@ -68,7 +68,7 @@ def find_bookies(places: Iterable[str | Path], left_out: list[Path] | None = Non
     (`VERSION`), else in another cookie of the same place, or the place names it: `BOOKIE_ID=PLACE`. Several places may
     belong to one bookie. Directories beside a bookie's that no cookie there names are copies, and go to `left_out`.
     Raises UsageError if nothing names a directory's bookie, if one of a bookie's directories is a copy of another, or
-    for a file that is not a configuration; NotFound; Conflict where a conversion of an index stopped in its last step.
+    for a file that is not a configuration; NotFound; Conflict and Corrupt as `check_conversion`.
     """
     found: dict[str, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     for place in places:

@@ -92,7 +92,7 @@ class _Changes:
     is_written: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
     """The logs of one ledger directory, with their databases in `index_directory`; both paths end in `current`."""
 
@@ -101,10 +101,10 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
     config: BookieConfig
     files: Files
     _open_loggers: Callable[[], tuple[EntryLogger, EntryLogger]]
-    needs_integrity_check: bool = False
+    needs_integrity_check: bool = field(init=False, default=False)
     #: Ledgers that had entries here when the storage was opened but belong to another directory, and one of them.
-    misplaced_count: int = 0
-    misplaced: LedgerId | None = None
+    misplaced_count: int = field(init=False, default=0)
+    misplaced: LedgerId | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.metadata = LedgerMetadataIndex(self.index_directory, self.config, self.files)

@@ -37,7 +37,7 @@ log: Final = logging.getLogger("bkctl.bookie")
 UNWRITTEN_LEDGERS_MAX: Final = 100
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LedgerIndexFiles(EntryIndex[IndexedHandle]):
     """The index of the logs that `loggers` write. `_handles` are the ledgers in memory."""
 
