@@ -33,7 +33,7 @@ SIZE_BYTES = 1024
 def without_take_requests() -> None:
     from bkctl.protocol import server
 
-    server.takes_runs = lambda: False
+    server.take_requests = lambda *_, **__: None
 
 
 def without_answer_reads() -> None:
@@ -62,7 +62,7 @@ def without_encode() -> None:
 def without_take_answers() -> None:
     from bkctl.protocol import connection
 
-    connection.takes_runs = lambda: False
+    connection.take_answers = lambda *_: None
 
 
 def without_take_entries() -> None:

@@ -43,7 +43,7 @@ from bkctl.protocol.messages import (
     Status,
     scope_of,
 )
-from bkctl.protocol.runs import RESPONSES, V2_OPCODES, encode_run, take_answers, takes_runs
+from bkctl.protocol.runs import RESPONSES, V2_OPCODES, encode_run, take_answers
 from bkctl.protocol.v2 import Key
 from bkctl.tasks import fail
 
@@ -325,7 +325,7 @@ class BookieConnection(FramedProtocol):
         except (ValueError, OverflowError) as error:  # the registered address is not a host name and port
             raise BookieUnavailable(f"{where} cannot be reached: {error}") from error
         else:
-            connection._use_runs(protocol is Protocol.V2)
+            connection._is_v2 = protocol is Protocol.V2
             made.clear()
             return connection
         finally:
@@ -347,12 +347,6 @@ class BookieConnection(FramedProtocol):
             raise BookieUnavailable(f"Bookie {self.bookie_id} closed the connection in the TLS handshake")
         self._use(transport)
         self._upgrading = self._halted = False
-
-    def _use_runs(self, is_v2: bool) -> None:
-        """Use the client's protocol from now on, and take answers in runs."""
-        self._is_v2 = is_v2
-        if takes_runs():
-            self._take_frames = self._take_answers
 
     # Requests.
 
@@ -480,7 +474,7 @@ class BookieConnection(FramedProtocol):
 
     # Answers.
 
-    def _take_answers(self, buffer: memoryview, at: int, end: int) -> int:
+    def _take_frames(self, buffer: memoryview, at: int, end: int) -> int:
         found = take_answers(self._is_v2, buffer, at, end, self._body_size_max)
         if found is None:
             return at

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
 from typing import Final, cast
 
 from bkctl.errors import ProtocolError
@@ -54,9 +53,12 @@ class FramedProtocol(asyncio.BufferedProtocol):
         """Close the connection, because the peer broke the protocol."""
         raise AssertionError
 
-    #: Processes many frames at once, from byte `at` of the buffer on; returns the offset where it stopped, and keeps no
-    #: view of the buffer. None: all frames go to `_frame`.
-    _take_frames: Callable[[memoryview, int, int], int] | None = None
+    def _take_frames(self, buffer: memoryview, at: int, end: int) -> int:
+        """Process frames from byte `at` of the buffer on, and keep no view of it; returns the offset where it stopped.
+
+        The frame that begins there goes to `_frame` if that is `at`.
+        """
+        return at
 
     # Receiving.
 
@@ -87,11 +89,11 @@ class FramedProtocol(asyncio.BufferedProtocol):
 
     def _parse(self) -> None:
         buffer, at, end = self._buffer, self._start, self._end
-        length_of, size_max, frame = _FRAME_LENGTH.unpack_from, self._body_size_max, self._frame
-        take = self._take_frames
+        length_of, size_max = _FRAME_LENGTH.unpack_from, self._body_size_max
+        take, frame = self._take_frames, self._frame
         try:
             while end - at >= 4:
-                if take is not None and (stop := take(buffer, at, end)) > at:
+                if (stop := take(buffer, at, end)) > at:
                     self._start = at = stop
                     if self._halted:
                         return
@@ -172,7 +174,6 @@ class FramedProtocol(asyncio.BufferedProtocol):
         """Let go of everything that refers to this connection: it is freed at once, not by a rare collection."""
         self.is_lost = self._halted = True
         self._transport = None
-        self._take_frames = None
         self._out.clear()
         self._buffer, self._start, self._end = memoryview(b""), 0, 0
         if not self._gone.done():

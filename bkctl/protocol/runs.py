@@ -119,11 +119,6 @@ Taken: TypeAlias = tuple[int, list[AddRun], list[ReadRun]]
 _TYPES: Final = (LedgerId, AddRun, ReadRun)
 
 
-def takes_runs() -> bool:
-    """Return whether the loops are compiled; all messages come frame by frame without."""
-    return compiled is not None
-
-
 def take_requests(
     buffer: memoryview, at: int, end: int, size_max: int, adds_max: int, count_max: int, *, is_v2: bool
 ) -> Taken | None:
@@ -131,8 +126,10 @@ def take_requests(
 
     They have at most `adds_max` adds and `count_max` frames, each of at most `size_max` bytes (by its length field),
     within `buffer[:end]`. Other requests end them, and so do entry ids that some storage has no room for. They may end
-    earlier, where they would have more than RUNS_MAX runs.
+    earlier, where they would have more than RUNS_MAX runs. Where the loops are not compiled, all come frame by frame.
     """
+    if compiled is None:
+        return None
     return compiled.take_requests(is_v2, buffer, at, end, size_max, adds_max, count_max, _TYPES)
 
 
@@ -162,6 +159,8 @@ def encode_run(is_v2: bool, first_txn_id: int, requests: Sequence[Request], size
 def take_answers(is_v2: bool, buffer: memoryview, at: int, end: int, size_max: int) -> Answers | None:
     """Return the answers that begin at byte `at`, without a view of the buffer; None if none of that form does.
 
-    `size_max` is the largest size of a frame by its length field.
+    `size_max` is the largest size of a frame by its length field. None where the loops are not compiled.
     """
+    if compiled is None:
+        return None
     return compiled.take_answers(is_v2, buffer, at, end, size_max, KINDS)

@@ -37,7 +37,7 @@ from bkctl.protocol.messages import (
     scope_of,
     status_of,
 )
-from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests, takes_runs
+from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests
 
 #: Pieces of input below this size are gathered for so many seconds while so many bytes of requests are in flight.
 GATHERED_BYTES_MAX: Final = 1 << 14
@@ -80,7 +80,6 @@ class ServedConnection(ControlledConnection):
         self._is_v2 = False
         self._grace: asyncio.TimerHandle | None = None  # of a client that broke the protocol
         self._gathering: asyncio.TimerHandle | None = None  # until what was gathered is processed
-        self._take_frames = self._runs_of(self._handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._grace, self._gathering):
@@ -123,14 +122,10 @@ class ServedConnection(ControlledConnection):
             server.unfinished.update(self, 0 if self._halted else self._held_bytes, is_new=self._start != start)
         server.in_flight.count(self)
 
-    def _runs_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
-        """Return the function that takes adds and reads in runs; None if they come one by one."""
-        if not takes_runs() or not hasattr(handler, "handle_adds"):
-            return None
-        return functools.partial(self._take_runs, cast("RunHandler", handler))
-
-    def _take_runs(self, handler: RunHandler, buffer: memoryview, at: int, end: int) -> int:
-        """Have `handler` serve the adds and reads that begin at byte `at`, if one does; returns where they end."""
+    def _take_frames(self, buffer: memoryview, at: int, end: int) -> int:
+        if not hasattr(self._handler, "handle_adds"):
+            return at
+        handler = cast("RunHandler", self._handler)
         room = flow.IN_FLIGHT_REQUESTS_MAX - self._in_flight
         adds_max = min(handler.adds_at_once(), room)
         is_v2 = self._is_v2
@@ -256,7 +251,6 @@ class ServedConnection(ControlledConnection):
         self._body_size_max = self._server.limits.frame_size_bytes - 4
         self._deadlines.restart(self._server.now_s)
         self._handler = self._server.handler
-        self._take_frames = self._runs_of(self._handler)
         self._continue()
 
     # Answers.
