@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from enum import Enum
-from itertools import tee
+from itertools import chain, tee
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import (
@@ -268,14 +268,15 @@ class LedgerMarks(UnderreplicationLayout):
     def list(self, scope_id: int | None = 0) -> Iterator[tuple[LedgerId, UnderreplicatedLedger | BkctlError]]:
         """Yield the marked ledgers of the scope (None: of every scope) in ascending order.
 
-        A damaged mark is yielded as its error. Marks written or removed during the iteration may be included.
-        Raises Unsupported for a later layout.
+        A damaged or refused mark is yielded as its error. Marks written or removed meanwhile may be included. Raises
+        Unsupported for a later layout.
         """
         self.check()
         places, asked = tee(self._places(scope_id))
-        for (path, ledger), found in zip(places, self.store.get_many(path for path, _ in asked), strict=True):
+        values = chain.from_iterable(self.store.get_batches(path for path, _ in asked))
+        for (path, ledger), found in zip(places, values, strict=True):
             if found is not None:
-                yield ledger, attempt(self._parse, ledger, path, found)
+                yield ledger, found if isinstance(found, BkctlError) else attempt(self._parse, ledger, path, found)
 
     def cursor(self) -> Callable[[LedgerId], UnderreplicatedLedger | None]:
         """Return a function that gives a ledger's mark, or None; callers ask for ledgers in ascending order.

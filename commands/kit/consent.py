@@ -15,6 +15,7 @@ from bkctl.errors import BkctlError, Conflict, UsageError
 
 from .access import Access
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
+from .next_steps import undoing
 from .printer import Printer
 from .settings import Session
 from .texts import plain, plain_lines
@@ -109,8 +110,8 @@ class Consent:
         finally:
             if undo.count and path is not None:
                 self._session.note(undoFile=str(path))
-                there = f" -u '{cluster.uri}'" if elsewhere else ""
-                self._out.note(f"Undo it with: bkctl metadata undo {path}{there}")
+                command = undoing(path, cluster.uri if elsewhere else None)
+                self._out.note(f"Undo it with: {command}")
 
     @property
     def undo_directory(self) -> Path:

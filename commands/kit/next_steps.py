@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.columns import Column
@@ -79,6 +80,7 @@ STEPS: Final[Mapping[str, Mapping[str, Next]]] = {
     },
     "metadata check": {
         "unparsable": Next("bkctl metadata get {path}", "it shows the bytes; an export or an undo file has sound ones"),
+        "refused": Next("bkctl metadata get {path}", "this user may not read it; --metadata-user names another"),
         "impossible": Next("bkctl metadata get {path}", "it shows the fields that contradict each other"),
         "dangling": Next("bkctl why ledger {ledger}", "it shows whether other bookies have its entries"),
         "misplaced": Next("bkctl ledger locate {ledger}", "it shows the bookies and racks of each fragment"),
@@ -112,6 +114,12 @@ def pasted(command: str) -> str:
     """Return a command of ours with the connection options, so that it can be pasted."""
     is_whole = not command.startswith("bkctl ") or command.startswith("bkctl local ") or " --conf " in command
     return command if is_whole else command + _CONNECTION.get()
+
+
+def undoing(file: Path | str, uri: str | None = None) -> str:
+    """Return the command that undoes the changes in a file, to be pasted; `uri` names another cluster."""
+    words = ["bkctl", "metadata", "undo", str(file)]
+    return pasted(shlex.join(words)) if uri is None else shlex.join([*words, "-u", uri])
 
 
 def next_step(check: str, kind: str, **fields: object) -> str | None:

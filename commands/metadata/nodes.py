@@ -15,7 +15,7 @@ from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerNotFound, NotFo
 
 from ..kit.columns import Output, PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
-from ..kit.next_steps import pasted
+from ..kit.next_steps import undoing
 from ..kit.options import BinaryFormat, BinaryFormatOption, count_option, flag, word
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
@@ -275,7 +275,7 @@ def undo_command(
     outcomes = Counter[str]()
     redo, asks = None if run.dry_run else run.undo_file, _asking_bookies(run)
     undone = undo(run.cluster, path, dry_run=run.dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
-    with run.job.working("Undoing", left=None if run.dry_run else f"'{_undoing(path)}' continues"):
+    with run.job.working("Undoing", left=None if run.dry_run else f"'{undoing(path)}' continues"):
         run.out.render(tap(undone, lambda row: outcomes.update((row.outcome,))), UNDONE_COLUMNS)
     if not run.dry_run:
         end_undos(run.consent.undo_directory, path)
@@ -312,11 +312,6 @@ def _asking_bookies(run: Run) -> LacksEntries:
     return lacks_entries
 
 
-def _undoing(file: Path | str) -> str:
-    """Return the command that undoes the changes in a file, to be pasted."""
-    return pasted(shlex.join(("bkctl", "metadata", "undo", str(file))))
-
-
 def _last_undo_file(run: Run) -> Path:
     """Return the newest undo file of the cluster that has changes. Raises NotFound; Conflict if an undo did not end."""
     from bkctl.metadata.admin.undo import list_undo_files
@@ -328,7 +323,7 @@ def _last_undo_file(run: Run) -> Path:
     if last.continues is not None:
         raise Conflict(
             f"The undo of {last.continues} did not end",
-            hint=f"'{_undoing(last.continues)}' continues it; '{_undoing(last.path)}' takes back what it did",
+            hint=f"'{undoing(last.continues)}' continues it; '{undoing(last.path)}' takes back what it did",
         )
     command = shlex.join(last.command)
     run.out.note(f"{counted(last.change_count, 'change')} of {last.time}: {command}")

@@ -341,7 +341,10 @@ _WHERE = {
 
 FINDING_COLUMNS = Columns(
     Column(
-        "CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW}
+        "CODE",
+        "code",
+        "code",
+        style={"unparsable": RED, "refused": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW},
     ),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     *fields(Kind.TEXT, path="NODE", message="WHAT"),

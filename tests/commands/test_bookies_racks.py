@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,10 +40,10 @@ def test_racks_are_set_unset_and_undone(cli: Cli, uri: str) -> None:
     shown = cli("bookies", "racks", "set", "b1:1,b2:1", "--rack", "r1", "--dry-run", "-o", "json")
     assert (shown.code, [row["rack"] for row in shown.json]) == (0, ["/r1", "/r1"])
     assert set(racks(cli).values()) == {None}
-    done = cli("bookies", "racks", "set", "b1:1", "b2:1", "--rack", "r1", "-o", "json")
+    done = cli("-u", uri, "bookies", "racks", "set", "b1:1", "b2:1", "--rack", "r1", "-o", "json")
     assert done.json == applied(shown.json)
     assert [row["applied"] for row in shown.json] == [False, False]
-    assert "Undo it with: bkctl metadata undo " in done.err
+    assert re.search(f"Undo it with: bkctl metadata undo \\S+ --metadata-uri '?{re.escape(uri)}'?\n", done.err)
     assert racks(cli) == {"b1:1": "/r1", "b2:1": "/r1", "b3:1": None}
     again = cli("bookies", "racks", "set", "b1:1", "--rack", "r1")
     assert (again.code, again.err) == (0, "Bookie b1:1 is in rack /r1 already\n")

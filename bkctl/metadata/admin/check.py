@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, tee
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, Conflict, LedgerNotFound
+from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unauthorized
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, is_bookie_id
 from bkctl.metadata.admin.nuke import CLUSTER_NODE
@@ -41,11 +41,11 @@ def check_metadata(
 ) -> Iterator[MetadataFinding]:
     """Yield the problems of the cluster's nodes, then of each ledger of the scope (None: of all scopes) in order.
 
-    `unparsable`: cannot be read. `dangling`: names a bookie that is neither registered nor has a cookie. `impossible`:
-    fields contradict each other. `stuck-in-recovery`: for more than a day. `misplaced`: as `misplacement` says. Marks,
-    cookies, layout and the `scopes` tree are checked too. `invalid-name` comes last: nodes that commands leave out,
-    because no path can name them, and registrations that are not of a bookie id. Raises NotFound without a cluster,
-    Unreachable. Memory does not grow with the ledgers.
+    `refused`: this user may not read it. `unparsable`: no metadata can be read. `dangling`: names a bookie that is not
+    registered and has no cookie. `impossible`: fields contradict each other. `stuck-in-recovery`: for more than a day.
+    `misplaced`: as `misplacement` says. Marks, cookies, layout and the `scopes` tree are checked too. `invalid-name`
+    comes last: nodes that commands leave out, because no path can name them, and registrations that are not of a bookie
+    id. Raises NotFound without a cluster, Unreachable. Memory does not grow with the ledgers.
     """
     cluster.layout()
     manager = cluster.ledgers
@@ -61,7 +61,7 @@ def check_metadata(
             continue
         path = manager.path(ledger)
         if isinstance(found, BkctlError):
-            yield MetadataFinding("unparsable", path, ledger, str(found))
+            yield MetadataFinding(_code(found, "unparsable"), path, ledger, str(found))
             continue
         problems = list(_ledger_problems(found, bookies, now_ms))
         if all(code != "impossible" for code, _ in problems) and (reason := misplacement(found.metadata)) is not None:
@@ -154,9 +154,13 @@ def _check_marks(cluster: Cluster, scope_id: int | None) -> Iterator[MetadataFin
     ledgers = cluster.ledgers.read_many(ledger for ledger, mark in asked if not isinstance(mark, BkctlError))
     for ledger, mark in marks:
         if isinstance(mark, BkctlError):
-            yield MetadataFinding("unparsable-mark", mark_path(ledger), ledger, str(mark))
+            yield MetadataFinding(_code(mark, "unparsable-mark"), mark_path(ledger), ledger, str(mark))
         elif isinstance(next(ledgers)[1], LedgerNotFound):  # other damage is reported with the ledger itself
             yield MetadataFinding("orphaned-mark", mark_path(ledger), ledger, "Marked as under-replicated, but deleted")
+
+
+def _code(error: BkctlError, code: str) -> str:
+    return "refused" if isinstance(error, Unauthorized) else code
 
 
 _DEPTH_MAX: Final = 64

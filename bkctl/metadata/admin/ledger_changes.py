@@ -178,9 +178,10 @@ def replace_bookie(
 ) -> Iterator[Replacement]:
     """Replace the bookie id `old` by `new` in the metadata of every ledger of every scope, by compare-and-set.
 
-    Yields each ledger that names `old`; a ledger whose ensemble has `new` already, or whose metadata cannot be read,
-    stays unchanged. At most `limit` ledgers change, at that `pace`; the first one behind them is the last one yielded.
-    Another run finishes an interrupted one. Raises Unreachable. Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
+    Yields each ledger that names `old`; a ledger whose ensemble has `new` already, or whose metadata cannot be read
+    or written, stays unchanged. At most `limit` ledgers change, at that `pace`; the first one behind them is the last
+    one yielded. Another run finishes an interrupted one. Raises Unreachable.
+    Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
     """
     manager = cluster.ledgers
     changed = 0
@@ -220,6 +221,10 @@ def _replace_in(cluster: Cluster, ledger: LedgerId, old: str, new: str) -> Repla
             continue
         except LedgerNotFound:
             return Replacement(ledger, 0, "It was deleted meanwhile")
+        except Unreachable:
+            raise
+        except BkctlError as error:
+            return Replacement(ledger, 0, str(error))
 
 
 def _replaced(ledger: LedgerId, metadata: LedgerMetadata, old: str, new: str) -> tuple[LedgerMetadata, Replacement]:

@@ -19,7 +19,9 @@ from bkctl.errors import Unauthorized, Unreachable, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.check import check_metadata
 from bkctl.metadata.admin.health_codes import HealthCode
+from bkctl.metadata.admin.ledger_changes import replace_bookie
 from bkctl.metadata.admin.undo import UndoFile
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW, NO_SECURITY, MetadataStore, StoreSecurity, map_each, value_of
@@ -174,6 +176,12 @@ def test_a_refused_ledger_stops_no_other(guarded: Any, count: int) -> None:
         # A mark that is refused stops no other, either.
         client.set_acls(f"{root}/{mark_path(ids[0])}", [make_digest_acl("other", "secret", all=True)])
         assert audit_bookies(cluster, scoped=False) == {"bookie-1": count - 2}
+        assert [each.ledger for each in check_metadata(cluster, 0) if each.code == "refused"] == [ids[0], refused]
+        client.set_acls(f"{root}/{cluster.ledgers.path(ids[0])}", READ_ACL_UNSAFE)
+        kept = [each.ledger for each in replace_bookie(cluster, "bookie-1", "bookie-2") if each.problem is not None]
+        assert kept == [ids[0], refused]
+        changed = cluster.ledgers.read(ids[-1]).metadata.ensembles
+        assert [fragment.bookies for fragment in changed] == [("bookie-2",)]
 
 
 def test_refused_change_names_its_node_and_leaves_no_undo_file(guarded: Any, tmp_path: Path) -> None:
