@@ -1,6 +1,7 @@
 """Values of Pulsar's nodes in the metadata store: managed ledgers (topics), cursors, schemas; binary, text, compressed.
 
-Source: MetaStoreImpl, CompressionCodecProvider, BookkeeperSchemaStorage. The messages are in managed_ledger.proto.
+And the message ids in the custom metadata of compacted ledgers. Source: MetaStoreImpl, CompressionCodecProvider,
+BookkeeperSchemaStorage, MessageIdData. The messages are in managed_ledger.proto.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ def parse_message(kind: type[M], data: bytes, where: str) -> M:
     if not message.IsInitialized():
         raise Corrupt(f"{where} is not a {kind.__name__}: required fields are missing")
     return message
+
+
+def message_id_text(data: bytes) -> str | None:
+    """Return the message id in `data` as `ledger:entry`, None for other bytes."""
+    from google.protobuf.message import DecodeError
+
+    from bkctl.formats.managed_ledger_pb2 import Position
+
+    found = Position()  # It has the first fields of MessageIdData, which alone are required.
+    try:
+        found.ParseFromString(data)
+    except DecodeError:
+        return None
+    return f"{found.ledgerId}:{found.entryId}" if found.IsInitialized() else None
 
 
 def _decompressed(data: bytes, where: str) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.columns import TEXTS, TIME_MS_MAX, TIME_MS_MIN, Column, Columns, Kind, SharedObject, base64_text
-from bkctl.formats.pulsar import read_message_id
+from bkctl.formats.managed_ledger import message_id_text
 from bkctl.metadata.pulsar_topics import owner_of, topic_of
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:
             if name in _PULSAR_NAMES:
                 value[_PULSAR_NAMES[name]] = _text(custom[key])
             elif name == "compactedTo":
-                message_id = read_message_id(custom[key])
-                value[name] = base64_text(custom[key]) if message_id is None else str(message_id)
+                value[name] = message_id_text(custom[key]) or base64_text(custom[key])
     owner = owner_of(custom)
     owned = None if owner is None else owner.name
     if topic := topic_of(owned or value.get("managedLedger", "")):
