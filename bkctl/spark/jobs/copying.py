@@ -601,7 +601,8 @@ def import_ledgers(
     `options` are the connection's, SHAPE_OPTIONS, and `ledgerPasswordFile` or `ledgerPasswordEnv` for the new ledgers,
     since an export has no passwords. Ledgers that a run before completed are skipped, unfinished ones are resumed. If a
     ledger fails (`failed`, with a `message`), the job continues with the next one. Columns: copying.RESULT_COLUMNS.
-    Raises NotFound without a complete export at `path`, and UsageError as refuse_speculation.
+    Raises NotFound without a complete export at `path`, UsageError as refuse_speculation, or for two ledgers that would
+    have one id in `to_scope_id`.
     """
     checked = SourceOptions(
         "import", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS, "ledgerPasswordFile", "ledgerPasswordEnv")
@@ -630,6 +631,12 @@ def import_ledgers(
         for each in _planned(ledgers.filter(~is_whole), to_scope_id)
     ]
     ledgers = ledgers.filter(is_whole)
+    if to_scope_id is not None:
+        of_id = ledgers.groupBy(F.substring(QUALIFIED_NAME, 17, 16).alias("id"))
+        found = of_id.agg(F.min(QUALIFIED_NAME).alias("one"), F.max(QUALIFIED_NAME).alias("other"))
+        for row in found.filter(F.col("one") != F.col("other")).limit(1).collect():
+            one, other = map(LedgerId.parse, (row["one"], row["other"]))
+            raise UsageError(f"Ledgers {one} and {other} would both become {_target(one, to_scope_id)}")
     if dry_run:
         with ClusterOptions(checked).open() as cluster:
             foreseen = _foreseen(cluster, _planned(ledgers, to_scope_id))

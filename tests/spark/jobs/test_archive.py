@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from bkctl.commands.main import run
-from bkctl.errors import AlreadyExists, BkctlError, NotFound
+from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark.jobs import copying
@@ -160,6 +160,11 @@ def test_exports_of_empty_partial_and_missing_selections(
     assert not [each for each in (tmp_path / "some" / "entries").iterdir() if each.is_dir()]
     rows = import_ledgers(spark, str(tmp_path / "some"), live.options, to_scope_id=SCOPE + 63).collect()
     assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("1", "copied", 1), ("2", "copied", 1)]
+    twin = live.write([b"y"], LedgerId(SCOPE + 62, 1))
+    export_ledgers(spark, str(tmp_path / "twins"), {**live.options, "ledger": f"{one},{twin}"})
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match=f"Ledgers {one} and {twin} would both become "):
+            import_ledgers(spark, str(tmp_path / "twins"), live.options, to_scope_id=SCOPE + 65, dry_run=dry_run)
     # Exports of earlier releases have ids as text.
     for part in ("ledgers", "entries", "counts"):
         found = spark.read.parquet(str(tmp_path / "some" / part))
