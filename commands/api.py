@@ -17,6 +17,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
 from .bookie.server import BookieServerOption, server
+from .kit.audit import shown_uri
 from .kit.columns import PlainRow, fields
 from .kit.command import Printer, Run, command, group, object_of
 from .kit.options import flag, size_option, word
@@ -111,9 +112,11 @@ def _serve(
     from bkctl.http import load_server
     from bkctl.http.server_settings import read_token
     from bkctl.metadata.store import TLS_REFRESH_S
+    from bkctl.metadata.uri import parse_uri
     from bkctl.tasks import ended_by_signals
 
     http, connection = load_server(), run.access.connection()
+    parse_uri(connection.uri)  # Else each request would be refused, not this command.
     tls = run.access.bookie_tls(TLS_REFRESH_S)
     service = partial(
         http.Service, connection.uri, security=run.access.security(connection), timeout_s=run.access.timeout_s, tls=tls,
@@ -129,7 +132,7 @@ def _serve(
         server.start(service, upstream=upstream, link_key=link_key)
         try:
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            serving(f"{settings.protocol}://{host}:{port_number}", connection.uri, server.token_file)
+            serving(f"{settings.protocol}://{host}:{port_number}", shown_uri(connection.uri), server.token_file)
             stopped.wait()
         finally:
             server.stop()

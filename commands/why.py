@@ -18,6 +18,7 @@ from .kit.command import Run, command, group
 from .kit.ledger_options import OneLedger
 from .kit.next_steps import pasted
 from .kit.options import LedgerShape, flag, word
+from .kit.texts import plain_lines
 
 if TYPE_CHECKING:
     from bkctl.http.why import Explanation, Inquiry
@@ -82,7 +83,7 @@ def _explain(run: Run, words: str, ask: Ask, *, asks_bookies: bool = True) -> No
     lines += [f"  {number}. {each.what}\n     ({each.evidence})" for number, each in enumerate(why.facts, 1)]
     lines += ["", "Ways out:" if why.ways else "Nothing is to be done."]
     lines += [f"  {each.command}\n     {each.effect}" for each in why.ways]
-    run.out.text("\n".join(lines) + "\n")
+    run.out.text(plain_lines("\n".join(lines)) + "\n")
 
 
 @command(app, "ledger", connects=True, prints=object_of(WHY_COLUMNS))

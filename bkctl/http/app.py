@@ -11,7 +11,8 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import ClientDisconnect, Request
@@ -29,6 +30,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.http import bookie_endpoints, cluster_endpoints
+from bkctl.http.bookie_client import BOOKIE_PARAMETER
 from bkctl.http.endpoints import TEXT, ApiCall, ApiEndpoint, document, error_answer
 from bkctl.http.gateway import Upstream, forward
 from bkctl.http.server_url import is_loopback_address
@@ -109,7 +111,7 @@ class Api:
         self._upstream = upstream
         self._open_probes = open_probes
         self._token_hint = "; ".join(filter(None, ("send 'Authorization: Bearer TOKEN'", token_hint)))
-        self._running = 0
+        self._running_count = 0
         self.endpoints: tuple[ApiEndpoint, ...] = (
             ApiEndpoint(
                 "GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True, probe=True
@@ -159,9 +161,6 @@ class Api:
             log.exception("%s: the answer is cut short", scope["path"])
 
     async def _answer(self, request: Request) -> Response:
-        if self._running >= REQUESTS_MAX:
-            return error_answer(503, "Too many requests at once", "try again later", {"Retry-After": "1"})
-        self._running += 1
         try:
             return await self._checked(request)
         except Refused as error:
@@ -175,8 +174,17 @@ class Api:
         except Exception as error:
             log.exception("%s %r", request.method, request.scope["path"])
             return error_answer(500, f"Internal error: {type(error).__name__}", "see the server's log")
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Count one request, whose body is here: one that its client holds back takes no other's place."""
+        if self._running_count >= REQUESTS_MAX:
+            raise Refused(503, "Too many requests at once", "try again later", {"Retry-After": "1"})
+        self._running_count += 1
+        try:
+            yield
         finally:
-            self._running -= 1
+            self._running_count -= 1
 
     async def _checked(self, request: Request) -> Response:
         path = request.scope["path"]  # not that of `request.url`, which is parsed again
@@ -202,8 +210,9 @@ class Api:
         if self._is_forwarded(endpoint):
             timeout_s += FORWARD_TIMEOUT_S
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._handled(endpoint, request, body, has_full_access)
+            with self._running():
+                async with asyncio.timeout(timeout_s):
+                    return await self._handled(endpoint, request, body, has_full_access)
         except TimeoutError as error:
             raise TimedOut(f"The answer took longer than {timeout_s:g} s") from error
 
@@ -215,14 +224,18 @@ class Api:
         self._check_loopback(request)
         body = await _read_body(request)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await console.answer(request, body)
+            with self._running():
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    return await console.answer(request, body)
         except TimeoutError as error:
             raise TimedOut(f"The page took longer than {ANSWER_TIMEOUT_S:g} s") from error
 
     async def _handled(self, endpoint: ApiEndpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
         is_forwarded = self._is_forwarded(endpoint)
+        named, local = request.query_params.get(BOOKIE_PARAMETER), self.service.local_bookie
+        if endpoint.of_bookie and local is not None and named not in (None, local.bookie_id):
+            raise NotFound(f"This is bookie {local.bookie_id}, not {named}", hint="ask the other's own server")
         # Apache's bookies behind a gateway mask nothing.
         has_secrets = values.get(SHOW_SECRETS) or (
             is_forwarded and any(value.name == SHOW_SECRETS for value in endpoint.values)

@@ -86,7 +86,8 @@ class BookieApi:
     """The endpoints of one bookie's HTTP server.
 
     Every call raises as `ApiClient.call`, and ProtocolError for an answer of another shape. `bookie_id` names the
-    bookie to a gateway; a bookie's own server ignores it. Source: org.apache.bookkeeper.server.http.service.
+    bookie to a gateway; a bookie's own server refuses another's, and Apache's ignores it.
+    Source: org.apache.bookkeeper.server.http.service.
     """
 
     def __init__(self, client: ApiClient, bookie_id: str | None = None) -> None:
@@ -105,6 +106,8 @@ class BookieApi:
             if answer.status not in (200, 503):
                 raise self.client.error_of(answer, "GET", path)
             message, _ = server_message(answer.response())
+            if answer.status == 200 and message != "OK":
+                raise _unexpected(f"{self.client.url}{path}", "not OK", message)
             return Readiness(answer.status == 200, message)
 
     def read_only(self) -> bool:
@@ -121,7 +124,10 @@ class BookieApi:
     def space(self) -> DiskSpace:
         """Return the space on the bookie's ledger disks."""
         fields = self._object("GET", "/bookie/info")
-        return DiskSpace(fields.integer("freeSpace"), fields.integer("totalSpace"))
+        free, total = fields.integer("freeSpace"), fields.integer("totalSpace")
+        if not 0 <= free <= total:
+            raise _unexpected(f"{self.client.url}{API_PREFIX}/bookie/info", "not space on disks", fields.values)
+        return DiskSpace(free, total)
 
     def sanity(self) -> BookieSanity:
         """Let the bookie write, read and delete a ledger on itself; return the result."""

@@ -367,7 +367,9 @@ def trigger_gc(bookie: Bookie, call: ApiCall) -> str:
     """Start a garbage collection. Source: TriggerGCService."""
     body = call.body
     accepts = body.get("acceptScopedDeletes", False)
-    _collector(bookie).force(major=body.get("forceMajor"), minor=body.get("forceMinor"), accept_scoped_deletes=accepts)
+    is_forced = _collector(bookie).force(body.get("forceMajor"), body.get("forceMinor"), accept_scoped_deletes=accepts)
+    if body and not is_forced:  # Without wishes of its own, the request means the round that is under way, too.
+        raise Conflict("A forced round is under way, with what another request asked for", hint="try again later")
     return f"Triggered GC on BookieServer: {bookie.bookie_id}"
 
 

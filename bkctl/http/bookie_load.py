@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 #: Marks of under-replicated ledgers that one look reads.
 MARKS_MAX: Final = 1000
+_VALUE_MAX: Final = 1e18
 
 
 class Percentiles(NamedTuple):
@@ -127,12 +128,15 @@ class ClusterLoad(NamedTuple):
 
 
 class Samples:
-    """The finite samples of one answer, by name. A value of several journals, threads or directories is summed up."""
+    """The samples of one answer, by name. A value of several journals, threads or directories is summed up.
+
+    Those of _VALUE_MAX and more are left out, as are NaN and infinity: no sum of the others is infinite.
+    """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._by_name: dict[str, list[Metric]] = defaultdict(list)
         for metric in metrics:
-            if math.isfinite(metric.value):
+            if abs(metric.value) < _VALUE_MAX:
                 self._by_name[metric.name].append(metric)
 
     def named(self, name: str) -> list[Metric]:
@@ -222,7 +226,7 @@ class Question(threading.Thread, Generic[T]):
     def run(self) -> None:
         try:
             self.answer = self._read()
-        except (BkctlError, OSError) as error:
+        except (BkctlError, OSError, ArithmeticError, ValueError) as error:
             self.problem = str(error)
 
 
@@ -438,11 +442,25 @@ def read_vitals(api: BookieApi) -> BookieVitals:
 
 
 def cluster_vitals(
-    bookies: Iterable[RegisteredBookie], api_of: Callable[[RegisteredBookie], BookieApi], *, wait_s: float
+    bookies: Iterable[RegisteredBookie],
+    api_of: Callable[[RegisteredBookie], BookieApi],
+    *,
+    wait_s: float,
+    silent: Callable[[Mapping[str, str]], object] = lambda _: None,
 ) -> dict[str, BookieVitals]:
-    """Ask the registered bookies, all at once; return the vitals of those that answer within `wait_s` in all."""
+    """Ask the registered bookies, all at once; return the vitals of those that answer within `wait_s` in all.
+
+    The ids of the others go to `silent`, with the problem of each.
+    """
     serving = (each for each in bookies if each.state != "down" and each.http_endpoint)
     questions = ask_all(serving, lambda bookie: read_vitals(api_of(bookie)), wait_s)
+    silent(
+        {
+            bookie_id: each.problem or f"no answer within {wait_s:g} s"
+            for bookie_id, each in questions.items()
+            if each.answer is None
+        }
+    )
     return {bookie_id: each.answer for bookie_id, each in questions.items() if each.answer is not None}
 
 

@@ -77,8 +77,8 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_mute(self) -> bool:
-        """True until the client has sent the whole head of a request."""
-        return self.cycle is None
+        """True while the client has no whole request that waits for its answer."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -118,6 +118,7 @@ class BoundedProtocol(H11Protocol):
         body = json_text({"error": "The request is not valid HTTP", "hint": None}).encode()
         headers = [
             (b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
+            (b"x-content-type-options", b"nosniff"),
         ]  # fmt: skip
         with contextlib.suppress(h11.LocalProtocolError):
             for event in (

@@ -16,7 +16,7 @@ from typing import Final
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.directories import BookieDirectories, FileKind
+from bkctl.files.directories import BookieDirectories, FileKind, cookie_at
 from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.files.journals import files_after_marks
 from bkctl.formats.journal import VERSION_SCOPED, LogMark
@@ -46,11 +46,18 @@ def config_of(directories: BookieDirectories) -> BookieConfig:
     """Return the settings of a bookie from its directories alone, with Java's defaults for all others.
 
     The storage class is DbLedgerStorage if the directories have databases. Raises UsageError if their order is unclear,
-    NotFound for a missing directory.
+    or a journal directory is not given, NotFound for a missing directory.
     """
     from bkctl.repair.layout import find_layout
 
     layout = find_layout(directories)
+    cookie = cookie_at(layout.ledger_dirs[0])
+    named = () if cookie is None else cookie.journal_dirs
+    if len(layout.journal_dirs) < max(1, len(named)):
+        raise UsageError(
+            f"The bookie's journal directories are not given: {', '.join(named) or 'its cookie does not name them'}",
+            hint="name them, too, or use --conf bk_server.conf",
+        )
 
     def configured(currents: tuple[Path, ...]) -> tuple[str, ...]:
         for current in currents:

@@ -83,9 +83,10 @@ def check_index(config: BookieConfig) -> None:
         check_conversion(directories[0])
     found: Path | None = None
     if config.ledger_storage == "db":
-        file = next(BookieDirectories(index_dirs=directories).indexes(), None)
-        if file is not None and database_in_use(directories) is None:
-            found = file.path
+        # A database in one directory says nothing of the index files in another.
+        others = [directory for directory in directories if database_in_use([directory]) is None]
+        file = next(BookieDirectories(index_dirs=others).indexes(), None)
+        found = None if file is None else file.path
     else:
         found = database_in_use(directories)
     if found is not None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
+from bkctl.columns import counted
 from bkctl.errors import NotFound, Unsupported, UsageError
 from bkctl.ids import parse_bookie_address
 
@@ -39,6 +40,8 @@ TIMEOUT_S_DEFAULT: Final = 30.0
 CONNECT_TIMEOUT_S_DEFAULT: Final = 10.0
 #: Our bookies' HTTP servers have so long, all together, to answer what they cannot serve; --timeout may shorten it.
 METRICS_WAIT_S: Final = 5.0
+#: HTTP servers without an answer that a note names.
+SILENT_SHOWN_MAX: Final = 3
 #: The context that is there without being added: the local cluster that is up.
 LOCAL_CONTEXT: Final = "local"
 
@@ -192,6 +195,8 @@ class Access:
         self.opened: Connection | None = None
         #: By URL and time to answer: one that is asked again and again warns once.
         self._bookie_apis: dict[tuple[str, float], BookieApi] = {}
+        #: The bookies whose HTTP servers gave no answer when they were asked last.
+        self._silent: set[str] = set()
 
     def connection(self) -> Connection:
         """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
@@ -379,10 +384,19 @@ class Access:
         return self.bookie_api(bookie, timeout_s=self.metrics_wait_s)
 
     def vitals(self, bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
-        """Return what the HTTP servers of bookies say of their health."""
+        """Return what the HTTP servers of bookies say of their health; note those without an answer, once."""
         from bkctl.http.bookie_load import cluster_vitals
 
-        return cluster_vitals(bookies, self.metrics_api, wait_s=self.metrics_wait_s)
+        return cluster_vitals(bookies, self.metrics_api, wait_s=self.metrics_wait_s, silent=self._note_silent)
+
+    def _note_silent(self, problems: Mapping[str, str]) -> None:
+        if problems.keys() - self._silent:
+            shown = "; ".join(map(": ".join, [*problems.items()][:SILENT_SHOWN_MAX]))
+            self._out.note(
+                f"{counted(len(problems), 'HTTP server')} of bookies gave no answer, so their certificates, clocks, "
+                f"ledgers set aside and slow disks are not known ({shown})"
+            )
+        self._silent = {*problems}
 
     def config(self) -> BookieConfig:
         """Return the bookie's settings in `--conf`. Raises UsageError without one."""

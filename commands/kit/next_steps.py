@@ -31,9 +31,9 @@ class Next(NamedTuple):
 
 _VERIFY: Final = Next("bkctl ledger verify {ledger}", "it says whether other bookies have sound replicas")
 _REGENERATE: Final = Next("bkctl bookie index regenerate {ledger}", "it makes the index again from the entry logs")
-_REBUILD: Final = Next("bkctl bookie index rebuild", "it makes the databases again from the entry logs")
+_REBUILD: Final = Next("bkctl bookie index rebuild --ledgers --locations", "it makes them again from the entry logs")
 _NOTHING_LOST: Final = Next("bkctl bookie gc", "it is removed by the next collection: nothing is lost")
-_EXTRACT: Final = Next("bkctl entrylog extract {file}", "it saves the readable entries, before other bookies copy them")
+_EXTRACT: Final = Next("bkctl entrylog extract {file} --ledger LEDGER -f FILE", "it saves the readable entries")
 _RECHECK: Final = Next("bkctl bookie check", "entries that the indexes know are in the entry logs")
 _LIST_COOKIE: Final = Next("bkctl cookie show {bookie}", "it shows what the metadata store expects")
 _COPY: Final = Next("bkctl autorecovery mark {ledger} --missing {bookie}", "workers copy what it lacks from the others")
@@ -56,7 +56,7 @@ STEPS: Final[Mapping[str, Mapping[str, Next]]] = {
         "logDamaged": Next("bkctl entrylog verify", "it names the damaged log and what is behind the damage"),
         "noLedger": _NOTHING_LOST,
         "noMasterKey": Next("bkctl ledger show {ledger}", "the next writer's key is accepted, whoever writes"),
-        "twice": _REBUILD,
+        "twice": _REGENERATE,
         "badItem": _REBUILD,
         "wrongDirectory": _REBUILD,
         "strayTable": _REBUILD,

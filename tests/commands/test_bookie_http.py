@@ -105,6 +105,15 @@ def test_state_info_and_ready_are_typed_values(cli: Cli, fake: FakeServer) -> No
     assert not any("Authorization" in each.headers for each in fake.asked)
 
 
+def test_other_servers_are_no_bookies(cli: Cli, fake: FakeServer) -> None:
+    for body in (b"", b"<html><h1>It works!</h1></html>"):
+        fake.replies[f"GET {API}/is_ready"] = Reply(body)
+        assert cli("bookie", "ready").code == 7
+    for space in ({"freeSpace": 2**63 - 1, "totalSpace": -(2**63)}, {"freeSpace": 2, "totalSpace": 1}):
+        fake.replies[f"GET {API}/info"] = space
+        assert cli("bookie", "info").code == 7
+
+
 def test_a_bookie_that_is_not_ready_is_a_finding(cli: Cli, fake: FakeServer) -> None:
     fake.replies[f"GET {API}/is_ready"] = Reply(b"Bookie is not fully started yet", 503)
     answer = cli("bookie", "ready", "-o", "json")

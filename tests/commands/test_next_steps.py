@@ -60,7 +60,7 @@ def test_each_kind_of_finding_has_a_next_command() -> None:
     damaged = {state.value for state in ScanState if state not in SOUND}
     assert damaged | {"mismatch"} == STEPS["journal verify"].keys() == STEPS["entrylog verify"].keys()
     source = (ROOT / "bkctl/metadata/admin/check.py").read_text()
-    codes = set(re.findall(r'(?:MetadataFinding\(\s*|yield |append\(\()"([a-z-]+)"', source))
+    codes = set(re.findall(r'(?:MetadataFinding\(\s*|yield |append\(\(|_code\(\w+, |return )"([a-z-]+)"', source))
     assert codes == STEPS["metadata check"].keys()
     assert {"cookie", *_COOKIE_FIELDS} == STEPS["cookie verify"].keys()
 

@@ -230,7 +230,7 @@ def test_requests_are_linear_and_memory_is_flat_in_the_number_of_ledgers(
             for name, work in PASSES.items():
                 cost = cost_of(partial(work, cluster, tmp_path), requests)
                 if costs[name] and cost.memory_bytes > costs[name][0].memory_bytes + MEMORY_SLACK_BYTES:
-                    # What tests before this one left free is in pieces, and some passes need larger ones.
+                    # Earlier tests may have left free memory in pieces that are too small.
                     cost = cost_of(partial(work, cluster, tmp_path), requests)
                 costs[name].append(cost)
     factor = COUNTS[1] / COUNTS[0]

@@ -81,6 +81,19 @@ def test_a_bookie_without_metrics_says_why_and_keeps_its_disks(cluster: Cluster,
     assert (load.reading.counts.adds, load.reading.disk) == (None, (250, 1000))
 
 
+def test_numbers_that_no_bookie_has_are_left_out(cluster: Cluster, fake: FakeServer) -> None:
+    name = "bookkeeper_server_ADD_ENTRY_REQUEST_count"
+    huge = "".join(f'{each}{{a="{number}"}} 1e308\n' for each in (name, "bookie_ledgers_count") for number in range(3))
+    fake.replies = replies(Reply(huge.encode()), Reply(huge.encode()))
+    register(cluster, "b1", fake.url)
+    loads = watch(cluster)
+    loads.look()
+    (load,) = loads.look().bookies
+    assert (load.problem, load.per_second.adds) == (None, None)
+    assert load.reading is not None
+    assert load.reading.ledger_count is None
+
+
 def test_bookies_without_http_or_registration_say_so(cluster: Cluster) -> None:
     register(cluster, "b1", None)
     cluster.cookies.write("b2", Cookie("b2", ("/j",), ("/l",)), NEW)

@@ -93,6 +93,7 @@ def test_pages_need_a_session(site: Site) -> None:
 def test_a_token_opens_a_session_in_a_cookie_that_scripts_and_other_sites_cannot_use(site: Site) -> None:
     assert site.sign_in("wrong").status == 401
     assert "set-cookie" not in site.sign_in("wrong").headers
+    assert site.sign_in("&a=b" * 9).status == 401
     for token in (site.token, "only-reads"):
         answer = site.sign_in(token)
         assert (answer.status, answer.headers["location"]) == (303, "/console/ledgers")

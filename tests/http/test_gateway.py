@@ -151,6 +151,8 @@ def test_gateway_without_authentication_does_not_start(bookie: Any, tmp_path: Pa
     assert "--token-file" in answer.problem
     for arguments in (("--port", "70000"), ("--port", "x"), ("--client-ca", tmp_path), ("--token-file", tmp_path)):
         assert CommandLine(uri_of(bookie))("api", "serve", *arguments).code == 2
+    codes = [CommandLine(uri)("api", "serve", "--port", "0").code for uri in ("nonsense", "zkk://x/ledgers")]
+    assert codes == [2, 8]
 
 
 def test_gateway_stops_on_signal(bookie: Any, gateway: Callable[..., Any]) -> None:

@@ -35,6 +35,11 @@ def test_new_bookies_of_a_local_cluster_have_an_http_server(
     assert state[0]["running"]
     # It asks for a token, which other users do not get, and commands find it.
     port = int(first["httpUrl"].rpartition(":")[2])
+    for command in (("ready",), ("readonly", "on"), ("gc", "--suspend")):
+        other = cli("bookie", *command, "--bookie", "bookie-9", "--bookie-url", first["httpUrl"])
+        assert other.code == 4
+        assert "This is bookie bookie-0, not bookie-9" in other.problem, command
+    assert not cli("bookie", "state", "--bookie", "bookie-0", "-o", "ndjson").rows[0]["readOnly"]
     for method, path, body in (("GET", "/api/v1/ledger/list", None), ("PUT", "/api/v1/config/server_config", {})):
         assert call(port, method, path, body, headers={"Authorization": ""}).status == 401
     for command in (("config",), ("readonly", "on"), ("readonly", "off"), ("gc",), ("sanity",)):

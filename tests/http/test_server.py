@@ -351,8 +351,7 @@ async def test_missing_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sent) == 3
 
 
-def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
-    """They wait for bodies; the server keeps answering that it is busy, and is free again when they leave."""
+def test_bodies_that_clients_hold_back_take_no_other_requests_place(bookie: Any) -> None:
     port = bookie.http_port
     token = local_authorization(port)["Authorization"]
     head = (
@@ -362,11 +361,7 @@ def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
         for _ in range(app.REQUESTS_MAX):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S))
             connection.sendall(head)
-        wait_for(lambda: call(port, "GET", "/heartbeat").status == 503, "it is busy")
-        refused = call(port, "GET", "/heartbeat")
-        assert refused.headers["retry-after"] == "1"
-        assert refused.error
-    wait_for(lambda: call(port, "GET", "/heartbeat").status == 200, "it is free again")
+        assert [call(port, "GET", path).status for path in ("/heartbeat", f"{V1}/bookie/is_ready")] == [200, 200]
 
 
 @pytest.fixture
@@ -405,6 +400,30 @@ def test_stalled_reader_is_closed(impatient: HttpServer, monkeypatch: pytest.Mon
         assert answers_slow_clients(impatient, monkeypatch)
         wait_for(lambda: connection_count(impatient) == 0, "nobody is connected any more")
     assert answers_slow_clients(impatient, monkeypatch)
+
+
+def test_too_many_requests_at_once_are_refused(impatient: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.http.server.IDLE_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(app, "REQUESTS_MAX", 0)
+    refused = call(impatient.address[1], "GET", "/heartbeat")
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    assert refused.error
+    monkeypatch.setattr(app, "REQUESTS_MAX", 1)
+    assert [call(impatient.address[1], "GET", "/heartbeat").status for _ in range(2)] == [200, 200]
+
+
+def test_clients_that_wait_for_no_answer_make_room_for_others(
+    impatient: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkctl.http.server.IDLE_TIMEOUT_S", LIMIT_S)
+    for begun in (b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\n\r\n", REQUEST[:-5]):
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                connection = stack.enter_context(socket.create_connection(impatient.address, timeout=LIMIT_S))
+                connection.sendall(begun)
+                if begun != REQUEST[:-5]:
+                    assert connection.recv(12) == b"HTTP/1.1 200"
+            assert call(impatient.address[1], "GET", "/heartbeat").status == 200
 
 
 def test_excess_connections_are_refused(impatient: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.underreplication import LedgerMarks, ReplicationFailure, ReplicationFailures
@@ -38,6 +38,14 @@ def add(cluster: Cluster, ledger: LedgerId, bookies: tuple[str, ...], *, is_open
     state = {} if is_open else {"state": LedgerState.CLOSED, "last_entry_id": 9, "length": 90}
     metadata = LedgerMetadata(2, 2, 2, DigestType.CRC32C, b"", (Fragment(0, bookies),), **state, **more)
     cluster.ledgers.create(ledger, metadata)
+
+
+def test_names_from_the_store_cannot_steer_the_terminal(cluster: Cluster) -> None:
+    endpoint = BookieEndpoint("bookie", 1, "h\x1b[31mX\u202e\x1b]0;pwn\x07", "bookie-rpc")
+    cluster.bookies.register("b2", BookieServiceInfo((endpoint,), {}))
+    shown = CommandLine(cluster.uri)("why", "bookie", "b2", "--timeout", "5s")
+    assert not {"\x1b", "\x07", "\u202e"} & {*shown.out.decode(), *shown.err}
+    assert "\\x1b[31mX" in shown.out.decode()
 
 
 def test_ways_name_the_cluster_and_quote_odd_bookie_ids(cluster: Cluster) -> None:

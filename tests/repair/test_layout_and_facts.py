@@ -14,6 +14,7 @@ from bkctl.formats.index import LedgerData
 from bkctl.formats.metadata import Cookie
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
+from bkctl.repair.downgrade import config_of
 from bkctl.repair.index_contents import JournalFacts, RepairFindings, decide_ledger_data, later_lac, read_journals
 from bkctl.repair.layout import BookieLayout, find_layout
 
@@ -55,6 +56,14 @@ def test_the_order_of_directories_comes_from_the_cookie(directories: dict[str, P
     cookie = Cookie("bookie", (str(tmp_path / "j"),), (str(tmp_path / "l2"), str(tmp_path / "l1")))
     (l1 / "VERSION").write_bytes(cookie.serialize())
     assert find_layout(BookieDirectories.at(l1, l2, j)) == BookieLayout((j,), (l2, l1), (l2, l1))
+    for some in ((l1,), (l2,), (l1, j)):
+        (l2 / "VERSION").write_bytes(cookie.serialize())
+        with pytest.raises(UsageError, match=r"more directories than are given: .*l2"):
+            find_layout(BookieDirectories.at(*some))
+    assert config_of(BookieDirectories.at(l1, l2, j)).ledger_directories == (str(l2.parent), str(l1.parent))
+    with pytest.raises(UsageError, match=f"journal directories are not given: {tmp_path / 'j'}"):
+        config_of(BookieDirectories.at(l1, l2))
+    (l2 / "VERSION").unlink()
     # The cookie of directories that are elsewhere says nothing of these.
     (l1 / "VERSION").write_bytes(Cookie("bookie", ("/none",), ("/no-1", "/no-2")).serialize())
     with pytest.raises(UsageError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -32,13 +33,14 @@ from bkctl.errors import (
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.journal import JournalReader
+from bkctl.files.rocksdb import LedgersDatabase
 from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.formats.index import index_path
+from bkctl.formats.index import LedgerData, index_path
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.formats.record import RecordType, record_of
 from bkctl.ids import LedgerId
 from bkctl.storage import open_ledgers
-from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.bookie_storage import BookieStorage, check_index
 from bkctl.storage.ledger import index_persistence
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
@@ -743,3 +745,16 @@ def test_entries_that_no_index_file_can_have_are_not_live(tmp_path: Path, ledger
     entries = [(ledger, entry_id, 2000) for entry_id in ((1 << 40), (1 << 63) - 1, -1, -5, -(1 << 63))]
     assert storage.ledgers.indexes[0].live(entries) == [False] * len(entries)
     storage.close()
+
+
+def test_databases_in_one_directory_do_not_hide_index_files_in_another(tmp_path: Path) -> None:
+    one, two = (tmp_path / name / "current" for name in ("l1", "l2"))
+    one.mkdir(parents=True)
+    with LedgersDatabase.create(one / "ledgers") as ledgers:
+        ledgers.put(LedgerId(0, 1), LedgerData(True, False, bytes(20)))
+    index = two / index_path(LedgerId(0, 2))
+    index.parent.mkdir(parents=True)
+    index.write_bytes(bytes(1024))
+    config = BookieConfig(ledger_directories=(str(one.parent), str(two.parent)), ledger_storage_class=DB)
+    with pytest.raises(UsageError, match=re.escape(f"{index} belongs to another storage class")):
+        check_index(config)

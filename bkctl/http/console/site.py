@@ -141,7 +141,10 @@ class Console:
         after = request.query_params.get("after", "")
         if request.method != "POST":
             return self._page("login.html", 200, after=after, is_wrong=False)
-        given = parse_qs(body.decode("utf-8", "replace"), max_num_fields=8).get("token", [""])[0]
+        try:
+            given = parse_qs(body.decode("utf-8", "replace"), max_num_fields=8).get("token", [""])[0]
+        except ValueError:  # more fields than the page has
+            given = ""
         if not self._knows(given.strip()):
             await asyncio.sleep(WRONG_TOKEN_S)
             return self._page("login.html", 401, after=after, is_wrong=True)

@@ -112,6 +112,7 @@ class _SqliteFile:
                 check_same_thread=False,
             )
             connection.execute("PRAGMA synchronous = FULL")
+        self._identity = _identity(self.file)
         return connection
 
     def _open_schema(self, create: bool) -> None:
@@ -166,8 +167,7 @@ class _SqliteFile:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._errors():
-            if self._closed.is_set():
-                raise Unreachable(f"{self.name} is closed")
+            self._check_open()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -177,10 +177,15 @@ class _SqliteFile:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise Unreachable(f"{self.name} is closed")
+        if _identity(self.file) != self._identity:  # SQLite would go on with the file that is gone.
+            raise Unreachable(f"{self.file} was removed or replaced", hint="start this process again")
+
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock, self._errors():
-            if self._closed.is_set():
-                raise Unreachable(f"{self.name} is closed")
+            self._check_open()
             return self._connection.execute(query, values).fetchall()
 
     def _node(self, columns: str, path: str) -> Any:
@@ -191,6 +196,14 @@ class _SqliteFile:
         for watch in watches:
             row = self._node("children_changed" if watch.children else "changed", watch.path)
             yield None if row is None else row[0]
+
+
+def _identity(file: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class SqliteStore(_SqliteFile, SessionStore):

@@ -308,6 +308,17 @@ def test_a_closed_store_leaves_nothing_open(store: SqliteStore, file: str) -> No
     assert not thread.is_alive()
 
 
+def test_a_file_that_was_removed_or_replaced_is_not_served_on(store: SqliteStore, file: str, tmp_path: Path) -> None:
+    store.put("node", b"1", NEW)
+    os.rename(file, tmp_path / "aside")
+    for use in (lambda: store.get("node"), lambda: store.put("node", b"2", None)):
+        with pytest.raises(Unreachable, match="was removed or replaced"):
+            use()
+    SqliteStore(file, create=True).close()
+    with pytest.raises(Unreachable, match="was removed or replaced"):
+        store.put("node", b"2", None)
+
+
 def test_many_nodes_are_read_by_few_statements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with SqliteStore(str(tmp_path / "m.db"), create=True) as store:
         store.put_all([("a", b""), ("b", b""), *((f"{'ab'[at % 2]}/{at}", b"%d" % at) for at in range(2000))])
