@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
@@ -129,12 +130,11 @@ class RecordLookup(Closing):
     def __init__(self, logs: IndexedLogs, digests: DigestChecker | None) -> None:
         self._logs, self._digests = logs, digests
         self._paths = logs.paths()
-        self._reader: EntryLogReader | None = None
-        self._log_id = -1
+        # A reader that the cache drops closes its file.
+        self._open = lru_cache(maxsize=1)(EntryLogReader.open)
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        self._open.cache_clear()
 
     def check(self, ledger: LedgerId, entry_id: int, location: int) -> tuple[Finding | None, int]:
         """Compare the record at `location` with the entry that the index has there.
@@ -151,7 +151,7 @@ class RecordLookup(Closing):
         if path is None:
             return finding(FindingKind.LOG_MISSING, self._logs.directories[0] / file_name(log_id), missing), 0
         try:
-            record = self._open(log_id, path).entry_at(offset)
+            record = self._open(path).entry_at(offset)
         except EntryNotFound:
             return finding(FindingKind.NO_RECORD, path, "the log ends before"), 0
         except NotFound:
@@ -169,15 +169,6 @@ class RecordLookup(Closing):
         elif self._digests is not None and (mismatch := self._digests.check(record, str(path))) is not None:
             found = finding(FindingKind.DIGEST, path, digest_reason(mismatch))
         return found, record.record_size + 4
-
-    def _open(self, log_id: int, path: Path) -> EntryLogReader:
-        if self._reader is None or self._log_id != log_id:
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
-            self._reader = EntryLogReader.open(path)
-            self._log_id = log_id
-        return self._reader
 
 
 class UnflushedEntries:

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import chain, pairwise
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -555,7 +556,8 @@ class OpenLogs:
     """Readers of entry logs, of which the latest stay open until `close`."""
 
     def __init__(self) -> None:
-        self._readers: dict[str, EntryLogReader] = {}
+        # A reader that the cache drops closes its file.
+        self._open = lru_cache(_OPEN_LOGS_MAX)(EntryLogReader.open)
 
     def record_at(self, path: str, offset: int, *noted: type[BkctlError]) -> dict[str, Any]:
         """Return what stands at byte `offset` of a log: `ledgerQualifiedName`, `entryId` and `record`, or `problem`.
@@ -563,11 +565,7 @@ class OpenLogs:
         A `problem` has a `detail`: the record is missing, or damaged by one of the errors to be `noted`.
         """
         try:
-            if path not in self._readers:
-                if len(self._readers) >= _OPEN_LOGS_MAX:
-                    self._readers.pop(next(iter(self._readers))).close()
-                self._readers[path] = EntryLogReader.open(path)
-            found = self._readers[path].entry_at(offset + 4)
+            found = self._open(path).entry_at(offset + 4)
         except NotFound as error:
             return {"file": path, "problem": "missing", "detail": str(error)}
         except noted as error:
@@ -579,8 +577,7 @@ class OpenLogs:
 
     def close(self) -> None:
         """Close all of them."""
-        for reader in self._readers.values():
-            reader.close()
+        self._open.cache_clear()
 
 
 def _batches(reader: EntryLogReader, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
