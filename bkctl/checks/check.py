@@ -73,9 +73,7 @@ class LogWindow:
 
     def columns(self) -> Columns:
         """Return locations, entry ids and ledger numbers."""
-        find = self._numbers.find
-        found = {ledger: find(ledger) for ledger in set(self.ledgers)}
-        numbers = {ledger: _UNKNOWN_LEDGER if number is None else number for ledger, number in found.items()}
+        numbers = {ledger: self._numbers.get(ledger, _UNKNOWN_LEDGER) for ledger in set(self.ledgers)}
         numbered = np.array([numbers[ledger] for ledger in self.ledgers], np.uint64)
         return np.array(self.locations, np.uint64), np.array(self.entries, np.uint64), numbered
 
@@ -275,7 +273,7 @@ class IndexCheck:
             ledger = window.ledgers[at]
             if ledger not in self._selection:
                 continue
-            if numbers.find(ledger) is None:
+            if ledger not in numbers:
                 unindexed = self._unindexed.setdefault(ledger, _UnindexedLedger(path))
                 unindexed.entries += 1
                 unindexed.size_bytes += window.sizes[at] + 4

@@ -36,23 +36,19 @@ BATCH_ITEMS: Final = 1 << 17
 # --- rows ---
 
 
-class LedgerNumbers:
+class LedgerNumbers(dict[LedgerId, int]):
     """The number of each ledger in rows: its index in `ledgers`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ledgers: list[LedgerId] = []
-        self._numbers: dict[LedgerId, int] = {}
 
     def number(self, ledger: LedgerId) -> int:
         """Return the ledger's number; assign the next number to a new ledger."""
-        number = self._numbers.setdefault(ledger, len(self.ledgers))
+        number = self.setdefault(ledger, len(self.ledgers))
         if number == len(self.ledgers):
             self.ledgers.append(ledger)
         return number
-
-    def find(self, ledger: LedgerId) -> int | None:
-        """Return the ledger's number; None if it has none."""
-        return self._numbers.get(ledger)
 
 
 class LocationRows(Closing):
@@ -207,7 +203,7 @@ class IndexRowsReader:
         counts: dict[LedgerId, int] = {}
         with self._counts.noting():
             for ledger, locations, entries in self._location_groups(pair.locations):
-                number = rows.numbers.find(ledger)
+                number = rows.numbers.get(ledger)
                 if number is not None:
                     self._add(rows, ledger, number, locations, entries)
                 elif ledger in self._selection:
