@@ -124,7 +124,7 @@ async def copy_ledger(
                 copied = await _content(reader, pace, progress, writer)
             copy = await target.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id, password=None)
             async with copy:
-                if (copy.length, await _content(copy, pace, progress)) != (copied.length, copied):
+                if (copy.length, (await _content(copy, pace, progress)).hex) != (copied.length, copied.hex):
                     raise Corrupt(f"Ledger {writer.ledger} differs from its source, ledger {reader.ledger}")
 
             def finish() -> None:
@@ -148,24 +148,34 @@ async def copy_ledger(
         return CopiedLedger(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
 
 
-class _Content(NamedTuple):
-    """The number of entries, their payload bytes, and a hash over all payloads."""
+class EntryHash:
+    """SHA-256 of entries in order (of each its size, 8 bytes big-endian, and payload), and their number and bytes."""
 
-    entry_count: int
-    length: int
-    hash: bytes
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.entry_count = self.length = 0
+
+    def add(self, payload: bytes) -> None:
+        """Add the next entry's payload."""
+        self._hash.update(len(payload).to_bytes(8, "big"))
+        self._hash.update(payload)
+        self.entry_count += 1
+        self.length += len(payload)
+
+    @property
+    def hex(self) -> str:
+        """Return the hash of the entries so far."""
+        return self._hash.hexdigest()
 
 
 async def _content(
     reader: ReadHandle, pace: Pace, progress: Callable[[int], None], writer: WriteHandle | None = None
-) -> _Content:
-    """Return the content of a ledger, and add its entries to `writer` (None: to none)."""
-    seen, count, length = hashlib.blake2b(), 0, 0
+) -> EntryHash:
+    """Return the hash of the entries of a ledger, and add them to `writer` (None: to none)."""
+    seen = EntryHash()
     if reader.last_add_confirmed >= 0:
         async for entry in reader.read(0, reader.last_add_confirmed):
-            seen.update(len(entry.payload).to_bytes(8, "big"))
-            seen.update(entry.payload)
-            count, length = count + 1, length + len(entry.payload)
+            seen.add(entry.payload)
             if pace.is_paused:
                 await pace.resumed()
             if writer is not None:
@@ -173,7 +183,7 @@ async def _content(
                 await writer.ready()
                 writer.add(entry.payload)
             progress(1)
-    return _Content(count, length, seen.digest())
+    return seen
 
 
 async def _create(

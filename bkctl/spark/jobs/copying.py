@@ -21,7 +21,6 @@ Ledgers that were deleted while the export ran are DELETED in `counts`, and `ent
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import json
 from base64 import b64decode
@@ -55,6 +54,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import attempt, value_of
+from bkctl.replication.copy import EntryHash
 from bkctl.spark.internals import matching_uris, qualified_uri
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, map_rows, rows_in_tasks, task_slots
 from bkctl.spark.sources import ledgers as ledger_source
@@ -108,26 +108,6 @@ class Shape(NamedTuple):
             metadata.ensemble_size, metadata.write_quorum_size, max(metadata.ack_quorum_size, 1),
             metadata.digest_type or DigestType.CRC32, custom,
         )  # fmt: skip
-
-
-class EntryHash:
-    """SHA-256 of entries in order (of each its size, 8 bytes big-endian, and payload), and their number and bytes."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self.entry_count = self.length = 0
-
-    def add(self, payload: bytes) -> None:
-        """Add the next entry's payload."""
-        self._hash.update(len(payload).to_bytes(8, "big"))
-        self._hash.update(payload)
-        self.entry_count += 1
-        self.length += len(payload)
-
-    @property
-    def hex(self) -> str:
-        """Return the hash of the entries so far."""
-        return self._hash.hexdigest()
 
 
 class CopyResult(NamedTuple):
