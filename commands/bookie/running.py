@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from bkctl.columns import Column, Columns, Kind, iso_time, value_at
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, FindingsError, NotFound, TimedOut, Unreachable, Unsupported, UsageError
 from bkctl.redaction import is_secret_name
 
@@ -49,10 +49,6 @@ def _doing(running: str, suspended: str) -> Callable[[PlainRow], str]:
     return text
 
 
-def _seconds(milliseconds: int) -> str:
-    return iso_time(milliseconds - milliseconds % 1000).replace(".000Z", "Z")
-
-
 _DOING_STYLE = {"running": GREEN, "suspended": YELLOW}
 COLLECTOR_COLUMNS = Columns(
     Column("#", "collector", "number", Kind.INTEGER),
@@ -73,9 +69,9 @@ COLLECTOR_TABLE_COLUMNS = Columns(
     Column("MAJOR", "major", _doing("major_compacting", "major_suspended"), style=_DOING_STYLE),
     Column("MINOR", "minor", _doing("minor_compacting", "minor_suspended"), style=_DOING_STYLE),
     Column("MAJORS", "majorCompactionCounter", "status.major_compaction_counter", Kind.INTEGER),
-    Column("LAST MAJOR", "lastMajorCompactionTime", "status.last_major_compaction_time", Kind.INTEGER, text=_seconds),
+    Column("LAST MAJOR", "lastMajorCompactionTime", "status.last_major_compaction_time", Kind.TIME),
     Column("MINORS", "minorCompactionCounter", "status.minor_compaction_counter", Kind.INTEGER),
-    Column("LAST MINOR", "lastMinorCompactionTime", "status.last_minor_compaction_time", Kind.INTEGER, text=_seconds),
+    Column("LAST MINOR", "lastMinorCompactionTime", "status.last_minor_compaction_time", Kind.TIME),
     key="collector",
 )
 
