@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.bookie_load import api_of, metrics, register, replies
+from support.command_line import CommandLine
 from support.fake_http import FakeServer, Reply, is_silent, misbehaving
 from support.servers import ApacheBookie, Java, ZooKeeperServer, format_cluster, free_port
 
@@ -153,3 +154,13 @@ def test_apaches_bookie_without_a_stats_provider_shows_disks_and_collection(
     assert load.reading.disk is not None
     assert load.reading.disk.total > load.reading.disk.free > 0
     assert load.reading.collection == "idle"
+
+
+def test_bookies_whose_servers_give_no_vitals_are_named(cluster: Cluster, fake: FakeServer) -> None:
+    fake.replies = {"GET /metrics": Reply(b"no", 401)}
+    register(cluster, "b1", fake.url)
+    register(cluster, "b2", None)
+    shown = CommandLine(cluster.uri)("cluster", "health", "--timeout", "5s")
+    assert "1 HTTP server of bookies gave no answer" in shown.err
+    assert "(b1: " in shown.err
+    assert "b2: " not in shown.err
