@@ -221,6 +221,8 @@ class Question(threading.Thread, Generic[T]):
         self._read = read
         self.answer: T | None = None
         self.problem: str | None = None
+        #: The problem without advice.
+        self.message = ""
         self.start()
 
     def run(self) -> None:
@@ -228,6 +230,7 @@ class Question(threading.Thread, Generic[T]):
             self.answer = self._read()
         except (BkctlError, OSError, ArithmeticError, ValueError) as error:
             self.problem = str(error)
+            self.message = getattr(error, "message", self.problem)
 
 
 def ask_all(
@@ -456,7 +459,7 @@ def cluster_vitals(
     questions = ask_all(serving, lambda bookie: read_vitals(api_of(bookie)), wait_s)
     silent(
         {
-            bookie_id: each.problem or f"no answer within {wait_s:g} s"
+            bookie_id: each.message or f"no answer within {wait_s:g} s"
             for bookie_id, each in questions.items()
             if each.answer is None
         }
