@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Set
 from functools import lru_cache
 from itertools import repeat
@@ -182,35 +182,49 @@ def ledger_ids(scope_id: int, numbers: Iterable[int]) -> list[LedgerId]:
 class LedgerIdSet(Set[LedgerId]):
     """A set of ledger ids in ascending order, in 16 bytes each."""
 
+    __slots__ = ("_ids", "_scopes")
+
     def __init__(self, ids: Iterable[LedgerId] = ()) -> None:
-        #: Scope and ledger id of each.
-        self._halves = array("Q")
+        self._scopes, self._ids = array("Q"), array("Q")
         for ledger in ids:
             self.add(ledger)
 
     def add(self, ledger: LedgerId) -> None:
         """Add an id, fastest if it is among the greatest."""
-        if not self or self[-1] < ledger:
-            self._halves.extend(ledger)
+        if not self._ids or (self._scopes[-1], self._ids[-1]) < ledger:
+            self._scopes.append(ledger.scope_id)
+            self._ids.append(ledger.ledger_id)
         elif ledger not in self:
-            at = 2 * bisect_left(self, ledger)
-            self._halves[at:at] = array("Q", ledger)
+            at = bisect_left(self, ledger)
+            self._scopes.insert(at, ledger.scope_id)
+            self._ids.insert(at, ledger.ledger_id)
 
     def __len__(self) -> int:
-        return len(self._halves) // 2
+        return len(self._ids)
 
     def __iter__(self) -> Iterator[LedgerId]:
-        halves = iter(self._halves)
-        return map(LedgerId, halves, halves)
+        return map(LedgerId, self._scopes, self._ids)
+
+    def place(self, ledger: object) -> int:
+        """Return the index of an id in ascending order, -1 for one that is not here."""
+        if not isinstance(ledger, LedgerId):
+            return -1
+        first = bisect_left(self._scopes, ledger.scope_id)
+        end = bisect_right(self._scopes, ledger.scope_id, first)
+        at = bisect_left(self._ids, ledger.ledger_id, first, end)
+        return at if at < end and self._ids[at] == ledger.ledger_id else -1
 
     def __contains__(self, ledger: object) -> bool:
-        at = bisect_left(self, ledger) if isinstance(ledger, LedgerId) else len(self)
-        return at < len(self) and self[at] == ledger
+        return self.place(ledger) >= 0
 
     def __getitem__(self, index: int) -> LedgerId:
         """Return the id at `index` in ascending order; negative from the end."""
-        at = 2 * range(len(self))[index]
-        return LedgerId(self._halves[at], self._halves[at + 1])
+        return LedgerId(self._scopes[index], self._ids[index])
+
+    def between(self, first: LedgerId, last: LedgerId) -> Iterator[LedgerId]:
+        """Yield the ids from `first` to `last`, both included."""
+        places = slice(bisect_left(self, first), bisect_right(self, last))
+        return map(LedgerId, self._scopes[places], self._ids[places])
 
 
 def _parse_qualified(text: str) -> LedgerId | None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import islice
 from typing import Final, NamedTuple
 
 from bkctl.config import BookieConfig
@@ -123,12 +124,12 @@ class CollectorMetadata:
                 hint="if the cluster was formatted, remove this bookie's data with 'bkctl bookie format'",
             )
 
-    def batches(self, ledgers: Sequence[LedgerId]) -> Iterator[Sequence[LedgerId]]:
+    def batches(self, ledgers: Iterable[LedgerId]) -> Iterator[list[LedgerId]]:
         """Yield `ledgers` by BATCH_SIZE, no faster than gcMetadataOpRateLimit. Raises CompactionStopped."""
-        for start in range(0, len(ledgers), BATCH_SIZE):
+        remaining = iter(ledgers)
+        while batch := list(islice(remaining, BATCH_SIZE)):
             self.check_running()
             began_s = time.monotonic()
-            batch = ledgers[start : start + BATCH_SIZE]
             yield batch
             due_s = len(batch) / self.config.gc_metadata_op_rate_limit - (time.monotonic() - began_s)
             if due_s > 0:

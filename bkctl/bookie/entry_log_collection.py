@@ -18,8 +18,9 @@ from bkctl.bookie.collector_metadata import USAGE_BUCKETS, CollectorMetadata, Un
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, UsageError
+from bkctl.ids import LedgerIdSet
 from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler, UnreadableEntryLog
-from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap, SortedLedgers
+from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 MAJOR: Final = "major"
@@ -204,7 +205,7 @@ class EntryLogCollector:
         """Find out which ledgers have entries in which log, and which of those the index knows."""
         self._logs.extract(_log_damage)
         # Listed after the logs: every ledger with entries in one of them is here, unless it was deleted.
-        indexed = SortedLedgers(self._storage.ledger_ids())
+        indexed = LedgerIdSet(self._storage.ledger_ids())
         for entry_log in self._logs:
             entry_log.keep(indexed)
 

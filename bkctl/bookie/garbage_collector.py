@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,12 +26,11 @@ from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unsupported
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
-from bkctl.ids import LedgerId
+from bkctl.ids import LedgerId, LedgerIdSet
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.model import LedgerLiveness
 from bkctl.storage.compaction import CompactionStopped
-from bkctl.storage.entry_log_metadata import SortedLedgers
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 log: Final = logging.getLogger("bkctl.bookie")
@@ -64,13 +63,13 @@ class ScanAndCompareGarbageCollector:
         """
         metadata, stats = self._metadata, self._metadata.stats
         stats.scoped_held_back = "the round did not come so far"
-        local = SortedLedgers(self._storage.ledger_ids())
+        local = LedgerIdSet(self._storage.ledger_ids())
         stats.active_ledgers = len(local)
         metadata.check_cluster()
         wait_ms = metadata.config.gc_overreplicated_ledger_wait_time
         if 0 < wait_ms < self._clock_ms() - self._last_overreplicated_ms:
             removed = self._collect_overreplicated(local)
-            local = SortedLedgers(ledger for ledger in local if ledger not in removed)
+            local = LedgerIdSet(ledger for ledger in local if ledger not in removed)
             self._last_overreplicated_ms = self._clock_ms()
         scoped_count = len(local) - bisect_left(local, LedgerId(1, 0))
         scoped_listed = False
@@ -126,7 +125,7 @@ class ScanAndCompareGarbageCollector:
         log.info("Deleted %d ledgers whose metadata is gone or names other bookies: %s", count, shown(ledgers))
         return count
 
-    def _collect_overreplicated(self, local: Sequence[LedgerId]) -> set[LedgerId]:
+    def _collect_overreplicated(self, local: Iterable[LedgerId]) -> set[LedgerId]:
         """Delete the closed ledgers whose metadata names other bookies only; return them.
 
         Source: removeOverReplicatedledgers.
@@ -167,11 +166,10 @@ class ScanAndCompareGarbageCollector:
         return metadata.state is LedgerState.CLOSED and not self._metadata.names_bookie(metadata)
 
 
-def _missing(local: SortedLedgers, first: LedgerId, last: LedgerId, present: Iterable[LedgerId]) -> list[LedgerId]:
+def _missing(local: LedgerIdSet, first: LedgerId, last: LedgerId, present: Iterable[LedgerId]) -> list[LedgerId]:
     """Return the ledgers of `local` from `first` to `last` that are not `present`."""
     found = set(present)
-    between = local[bisect_left(local, first) : bisect_right(local, last)]
-    return [ledger for ledger in between if ledger not in found]
+    return [ledger for ledger in local.between(first, last) if ledger not in found]
 
 
 class GarbageCollectorThread:

@@ -6,60 +6,18 @@ Source: EntryLogMetadata, InMemoryEntryLogMetadataMap, GarbageCollectorThread.ex
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.listing import log_contents
 from bkctl.formats.entry_log import pack_location
 from bkctl.formats.record import RECORD_SIZE
-from bkctl.ids import LedgerId
+from bkctl.ids import LedgerId, LedgerIdSet
 from bkctl.storage.entry_logger import EntryLogger
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
-
-
-class SortedLedgers(Sequence[LedgerId]):
-    """Ledgers in ascending order, as `ledgers` has them."""
-
-    __slots__ = ("_ids", "_scopes")
-
-    def __init__(self, ledgers: Iterable[LedgerId] = ()) -> None:
-        self._scopes, self._ids = array("Q"), array("Q")
-        for scope_id, ledger_id in ledgers:
-            self._scopes.append(scope_id)
-            self._ids.append(ledger_id)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, at: int) -> LedgerId: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[LedgerId]: ...
-
-    def __getitem__(self, at: int | slice) -> LedgerId | list[LedgerId]:
-        if isinstance(at, slice):
-            return list(map(LedgerId, self._scopes[at], self._ids[at]))
-        return LedgerId(self._scopes[at], self._ids[at])
-
-    def __iter__(self) -> Iterator[LedgerId]:
-        return map(LedgerId, self._scopes, self._ids)
-
-    def place(self, ledger: object) -> int:
-        """Return the index of the ledger, -1 for a ledger that is not here."""
-        if not isinstance(ledger, LedgerId):
-            return -1
-        first = bisect_left(self._scopes, ledger.scope_id)
-        end = bisect_right(self._scopes, ledger.scope_id, first)
-        at = bisect_left(self._ids, ledger.ledger_id, first, end)
-        return at if at < end and self._ids[at] == ledger.ledger_id else -1
-
-    def __contains__(self, ledger: object) -> bool:
-        return self.place(ledger) >= 0
 
 
 class SizesByLedger(Mapping[LedgerId, int]):
@@ -68,7 +26,7 @@ class SizesByLedger(Mapping[LedgerId, int]):
     __slots__ = ("_ledgers", "_sizes")
 
     def __init__(self, sizes: Mapping[LedgerId, int] = {}) -> None:
-        self._ledgers = SortedLedgers(sorted(sizes))
+        self._ledgers = LedgerIdSet(sorted(sizes))
         self._sizes = array("Q", (sizes[ledger] for ledger in self._ledgers))
 
     def __len__(self) -> int:

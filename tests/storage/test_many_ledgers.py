@@ -13,9 +13,9 @@ from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
 from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.ids import U64_MAX, LedgerId
+from bkctl.ids import U64_MAX, LedgerId, LedgerIdSet
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap, SizesByLedger, SortedLedgers
+from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap, SizesByLedger
 from bkctl.storage.ledger.sorted_ledger_storage import SortedLedgerStorage
 
 LEDGERS = [*(LedgerId(0, number) for number in range(1, 41)), *(LedgerId(scope, 3) for scope in range(1, 21))]
@@ -128,26 +128,26 @@ def test_ledgers_of_a_log_keep_their_sizes(tmp_path: Path) -> None:
     storage.close()
 
 
-def test_sorted_ledgers_are_a_sequence_with_fast_search() -> None:
+def test_id_sets_have_a_place_for_each_ledger_and_ranges() -> None:
     numbers = random.Random(1)
     chosen = {LedgerId(0, numbers.getrandbits(8)) for _ in range(100)}
     chosen |= {LedgerId(numbers.getrandbits(2), numbers.getrandbits(64)) for _ in range(100)}
     chosen |= {LedgerId(U64_MAX, U64_MAX), LedgerId(3, 0), LedgerId(4, 0)}
-    ledgers = SortedLedgers(sorted(chosen))
+    ledgers = LedgerIdSet(sorted(chosen))
     assert [*ledgers] == sorted(chosen)
     assert [ledgers[at] for at in range(len(ledgers))] == sorted(chosen)
-    assert ledgers[3:7] == sorted(chosen)[3:7]
+    assert [*ledgers.between(ledgers[3], ledgers[6])] == sorted(chosen)[3:7]
     assert all(ledger in ledgers for ledger in chosen)
     others = {LedgerId(scope, number) for scope in (0, 1, 2, 3, 4, 5, U64_MAX) for number in range(300)} - chosen
     assert not any(ledger in ledgers for ledger in others)
     assert "no ledger" not in ledgers
-    assert LedgerId(0, 0) not in SortedLedgers()
+    assert LedgerId(0, 0) not in LedgerIdSet()
 
 
 @pytest.mark.parametrize(
     ("make", "bytes_max"),
     [
-        (lambda ledgers: SortedLedgers(ledgers), 20),
+        (lambda ledgers: LedgerIdSet(ledgers), 20),
         (lambda ledgers: SizesByLedger(dict.fromkeys(ledgers, 1 << 20)), 30),
     ],
 )
