@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import asyncio
+    import threading
 
 #: The longest sleep before the pace is read again, as it may have changed.
 _LOOK_S: Final = 0.2
@@ -61,6 +62,12 @@ class Pace:
         self._count(size_bytes, steps)
         while (left_s := self._left_s()) > 0:
             time.sleep(min(left_s, _LOOK_S))
+
+    def begin(self, size_bytes: int = 0, steps: int = 1, *, stopped: threading.Event) -> None:
+        """Wait as `acquire`, in a thread; `stopped` ends the wait."""
+        while (left_s := self._left_s()) > 0 and not stopped.wait(min(left_s, _LOOK_S)):
+            pass
+        self._count(size_bytes, steps)
 
     async def acquire(self, size_bytes: int = 0, steps: int = 1) -> None:
         """Wait until work of that size may begin, in the order of the calls. Large work delays the work after it."""

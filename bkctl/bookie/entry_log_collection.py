@@ -19,7 +19,7 @@ from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerIdSet
-from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler, UnreadableEntryLog
+from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, UnreadableEntryLog
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
@@ -194,7 +194,7 @@ class EntryLogCollector:
             storage,
             files,
             checkpoint=checkpoint,
-            throttler=Throttler(config, metadata.stopped),
+            stopped=metadata.stopped,
             removed=self._remove_compacted,
         )
         self._compacted_count = 0

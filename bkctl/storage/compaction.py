@@ -13,7 +13,6 @@ Source: AbstractLogCompactor, EntryLogCompactor, TransactionalEntryLogCompactor.
 from __future__ import annotations
 
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import compress, islice
@@ -25,6 +24,7 @@ from bkctl.errors import BkctlError, Corrupt, ReadOnlyBookie, Unsupported
 from bkctl.files.scan import RecordBatch, ScannedFile
 from bkctl.formats.entry_log import HEADER_SIZE, pack_location
 from bkctl.ids import LedgerId
+from bkctl.pace import Pace
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, open_log
 from bkctl.storage.entry_logger import CompactionLog, EntryLogger, Move
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
@@ -48,32 +48,6 @@ class CompactionStopped(BkctlError):
 
 class UnreadableEntryLog(Corrupt):
     """An entry log that cannot be read to its end, so that a compaction would lose entries."""
-
-
-class Throttler:
-    """Limits entries, or bytes of entries, per second, as `isThrottleByBytes` and the rates configure.
-
-    `stopped` ends every wait. Source: AbstractLogCompactor.Throttler.
-    """
-
-    def __init__(
-        self, config: BookieConfig, stopped: threading.Event, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._by_bytes = config.is_throttle_by_bytes
-        by_entries = config.compaction_rate_by_entries or config.compaction_rate
-        self._rate = config.compaction_rate_by_bytes if self._by_bytes else by_entries
-        self._stopped, self._clock = stopped, clock
-        self._free_at = clock()
-
-    def acquire(self, entry_count: int, size_bytes: int) -> None:
-        """Wait until the rate allows these entries. Raises CompactionStopped."""
-        now = self._clock()
-        while now < self._free_at and not self._stopped.is_set():
-            self._stopped.wait(self._free_at - now)
-            now = self._clock()
-        if self._stopped.is_set():
-            raise CompactionStopped("The bookie stops")
-        self._free_at = max(self._free_at, now) + (size_bytes if self._by_bytes else entry_count) / self._rate
 
 
 class _Target:
@@ -108,7 +82,7 @@ class EntryLogCompactor:
     With useTransactionalCompaction, copies each log to one of its own, and removes it before the next begins.
     Java's plain compaction appends to the log that the bookie is writing; ours writes logs of its own, so that the
     index needs no flush before they are complete. `checkpoint` returns when a checkpoint that began after its call is
-    on disk; `removed` gets each removed log. Logs of different id spaces never mix.
+    on disk; `stopped` ends a compaction; `removed` gets each removed log. Logs of different id spaces never mix.
     """
 
     def __init__(
@@ -118,11 +92,15 @@ class EntryLogCompactor:
         files: Files,
         *,
         checkpoint: Callable[[], None],
-        throttler: Throttler,
+        stopped: threading.Event,
         removed: Callable[[EntryLogMetadata], None],
     ) -> None:
-        self._storage, self._files, self._throttler = storage, files, throttler
-        self._checkpoint, self._removed = checkpoint, removed
+        self._storage, self._files = storage, files
+        self._checkpoint, self._stopped, self._removed = checkpoint, stopped, removed
+        if config.is_throttle_by_bytes:
+            self._pace = Pace(bytes_per_s=config.compaction_rate_by_bytes)
+        else:
+            self._pace = Pace(steps_per_s=config.compaction_rate_by_entries or config.compaction_rate)
         self._size_limit = config.log_size_limit
         self._moves_at_once = min(config.compaction_max_outstanding_requests, MOVES_AT_ONCE_MAX)
         self._ignores_space = config.force_allow_compaction
@@ -165,13 +143,19 @@ class EntryLogCompactor:
         entry_count = size_bytes = 0
         for ledger, entry_id, old, begin, size in compress(rows, live):
             if entry_count >= _THROTTLED_ENTRIES or size_bytes >= _THROTTLED_BYTES:
-                self._throttler.acquire(entry_count, size_bytes)
+                self._throttle(entry_count, size_bytes)
                 entry_count = size_bytes = 0
             entry_count += 1
             size_bytes += size
             self._target_for(log, size).add(ledger, entry_id, old, window[begin : begin + size])
             self.entry_count += 1
-        self._throttler.acquire(entry_count, size_bytes)
+        self._throttle(entry_count, size_bytes)
+
+    def _throttle(self, entry_count: int, size_bytes: int) -> None:
+        """Wait until the configured rate allows these entries. Source: AbstractLogCompactor.Throttler."""
+        self._pace.begin(size_bytes, entry_count, stopped=self._stopped)
+        if self._stopped.is_set():
+            raise CompactionStopped("The bookie stops")
 
     def _target_for(self, log: EntryLogMetadata, size: int) -> _Target:
         target = self._target

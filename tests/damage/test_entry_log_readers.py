@@ -28,7 +28,7 @@ from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.repair.index_contents import RepairFindings, read_log_entries
 from bkctl.spark.sources.records import EntryLogSource
-from bkctl.storage.compaction import EntryLogCompactor, Throttler
+from bkctl.storage.compaction import EntryLogCompactor
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import EntryLogger
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
@@ -231,7 +231,7 @@ def by_compaction(path: Path) -> Seen:
     config = BookieConfig(force_allow_compaction=True, compaction_rate=1 << 30, compaction_rate_by_entries=1 << 30)
     compactor = EntryLogCompactor(
         config, cast("LedgerStorage[Any]", stand_in), Files(), checkpoint=lambda: None,
-        throttler=Throttler(config, threading.Event()), removed=lambda log: None,
+        stopped=threading.Event(), removed=lambda log: None,
     )  # fmt: skip
     error = None
     try:

@@ -10,12 +10,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.journals import flush_journals
 from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
+from bkctl import pace
 from bkctl.checks.check import IndexCheck
 from bkctl.checks.findings import FindingKind
 from bkctl.checks.log_check import check_entry_logs
@@ -34,7 +36,6 @@ from bkctl.storage.compaction import (
     SPARE_BYTES,
     CompactionStopped,
     EntryLogCompactor,
-    Throttler,
     UnreadableEntryLog,
 )
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
@@ -132,7 +133,7 @@ def compactor_for(
         storage.ledgers,
         storage.files,
         checkpoint=checkpoint or storage.run_checkpoint,
-        throttler=Throttler(storage.config, threading.Event()),
+        stopped=threading.Event(),
         removed=removed,
     )
 
@@ -611,12 +612,11 @@ def test_stop_ends_a_throttled_compaction(storage: BookieStorage, tmp_path: Path
     before = set(entry_logs(tmp_path))
     stopped = threading.Event()
     slow = storage.config.with_changes(compaction_rate_by_entries=1, log_size_limit=1 << 20)
-    throttler = Throttler(slow, stopped)
-    throttler.acquire(1000, 0)
     compactor = EntryLogCompactor(
         slow, storage.ledgers, storage.files,
-        checkpoint=storage.run_checkpoint, throttler=throttler, removed=lambda log: None,
+        checkpoint=storage.run_checkpoint, stopped=stopped, removed=lambda log: None,
     )  # fmt: skip
+    compactor._throttle(1000, 0)
     timer = threading.Timer(0.05, stopped.set)
     timer.start()
     with pytest.raises(CompactionStopped):
@@ -626,12 +626,19 @@ def test_stop_ends_a_throttled_compaction(storage: BookieStorage, tmp_path: Path
     assert not list(tmp_path.rglob("*.compacting"))
 
 
-@pytest.mark.parametrize(("by_bytes", "amounts"), [(False, (10, 0)), (True, (0, 1000))])
-def test_throttler_limits_entries_or_bytes(by_bytes: bool, amounts: tuple[int, int]) -> None:
-    """Ten acquisitions of a tenth of a second each: the clock has to stand nine tenths later."""
-    config = BookieConfig(
-        is_throttle_by_bytes=by_bytes, compaction_rate_by_entries=100, compaction_rate_by_bytes=10_000
-    )
+@pytest.mark.parametrize(
+    ("settings", "amounts"),
+    [
+        ({"compaction_rate_by_entries": 100}, (10, 0)),
+        ({"compaction_rate": 100}, (10, 0)),
+        ({"is_throttle_by_bytes": True, "compaction_rate_by_bytes": 10_000}, (0, 1000)),
+    ],
+    ids=["by entries", "by entries, the old name", "by bytes"],
+)
+def test_compaction_limits_entries_or_bytes(
+    settings: dict[str, Any], amounts: tuple[int, int], storage: BookieStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten amounts of a tenth of a second each: the clock has to stand nine tenths later."""
     now = 5.0
     stopped = threading.Event()
 
@@ -641,19 +648,17 @@ def test_throttler_limits_entries_or_bytes(by_bytes: bool, amounts: tuple[int, i
         return False
 
     stopped.wait = wait  # type: ignore[method-assign]
-    throttler = Throttler(config, stopped, clock=lambda: now)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now))
+    compactor = EntryLogCompactor(
+        BookieConfig(**settings), storage.ledgers, storage.files,
+        checkpoint=storage.run_checkpoint, stopped=stopped, removed=lambda log: None,
+    )  # fmt: skip
     for _ in range(10):
-        throttler.acquire(*amounts)
+        compactor._throttle(*amounts)
     assert now == pytest.approx(5.9)
-
-
-def test_entry_rate_accepts_its_old_setting_name() -> None:
-    stopped = threading.Event()
-    throttler = Throttler(BookieConfig(compaction_rate=10), stopped, clock=lambda: 0.0)
-    throttler.acquire(5, 0)
     stopped.set()
     with pytest.raises(CompactionStopped):
-        throttler.acquire(1, 0)
+        compactor._throttle(*amounts)
 
 
 # --- what logs hold -------------------------------------------------------------------------------------------------
