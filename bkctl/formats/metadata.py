@@ -6,6 +6,7 @@ BookieServiceInfo, DataFormats.proto.
 
 from __future__ import annotations
 
+import io
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,8 +158,11 @@ class LedgerMetadata(NamedTuple):
         message = self._to_message(closed)
         if self.format_version == 2:
             return header + print_text(message).encode("ascii")
-        body = message.SerializeToString()
-        return header + _varint(len(body)) + body
+        from google.protobuf import proto
+
+        body = io.BytesIO()
+        proto.serialize_length_prefixed(message, body)
+        return header + body.getvalue()
 
     def fragment_of(self, entry_id: int) -> Fragment:
         """Return the fragment of entry `entry_id`. Raises UsageError for an entry before the first fragment."""
@@ -614,15 +618,6 @@ def _integer(text: str, bits: int, at: str) -> int:
     if value is None or not -(1 << bits - 1) <= value < 1 << bits - 1:
         raise Corrupt(f"{at}{text[:80]!r} is not a number of {bits} bits")
     return value
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def parse_message(kind: type[M], data: bytes, what: str) -> M:
