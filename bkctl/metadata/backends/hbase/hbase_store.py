@@ -187,17 +187,12 @@ class HBaseStore(ZooKeeperStore):
             return None
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        rest = iter(paths)
-        while batch := list(islice(rest, 1000)):
-            if any(_is_row(path) or path == "" for path in batch):
-                found = self.get_many([path for path in batch if _ledger(path) is not None])
-                for path in batch:
-                    if _ledger(path) is None:
-                        yield self.children(path)
-                    else:
-                        yield None if next(found) is None else []
+        kinds = groupby(paths, lambda path: (_ledger(path) is not None, _is_row(path) or path == ""))
+        for (is_ledger, in_hbase), group in kinds:
+            if is_ledger:
+                yield from (None if found is None else [] for found in self.get_many(group))
             else:
-                yield from super().children_many(batch)
+                yield from map(self.children, group) if in_hbase else super().children_many(group)
 
     def ledgers(self, first: int, last: int) -> Iterator[int]:
         """Yield the 128-bit numbers of the ledgers from `first` to `last`, ascending.
