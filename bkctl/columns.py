@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import date
 from enum import Enum
@@ -84,6 +84,12 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     if many is None:
         many = f"{one[:-1]}ies" if one.endswith("y") and one[-2] not in "aeiou" else f"{one}s"
     return f"{count:,} {one if count == 1 else many}"
+
+
+def some_of(names: Sequence[object], count_max: int = 5) -> str:
+    """Return the first names for a message: `a, b and 3 more`."""
+    more = f" and {len(names) - count_max:,} more" if len(names) > count_max else ""
+    return ", ".join(map(str, names[:count_max])) + more
 
 
 def plain(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import Final, NamedTuple
 
+from bkctl.columns import some_of
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata
@@ -148,12 +149,6 @@ class CollectorMetadata:
         return any(self.bookie_id in fragment.bookies for fragment in metadata.ensembles)
 
 
-def shown(ledgers: Sequence[LedgerId]) -> str:
-    """Return up to ten ledgers for a log message."""
-    names = ", ".join(map(str, ledgers[:10]))
-    return f"{names}, …" if len(ledgers) > 10 else names
-
-
 _LOGS_STAY: Final = "Entry logs of ledgers that are not in the index stay"
 
 
@@ -224,5 +219,5 @@ class UnindexedLedgers:
             log.error(
                 "%d ledgers exist and have entries on this bookie, and its index does not have them: %s. Their entry "
                 "logs stay, and cannot be read. Was the index lost? 'bkctl bookie index %s' restores it",
-                len(lost), shown(lost), command,
+                len(lost), some_of(lost, 10), command,
             )  # fmt: skip

@@ -20,6 +20,7 @@ from bkctl.bookie.cookies import (
     stamp_or_verify,
     version_file,
 )
+from bkctl.columns import some_of
 from bkctl.config import BookieConfig, read_properties
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, Corrupt, UsageError
@@ -172,7 +173,7 @@ def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> 
         names = [entry.name for entry in _entries(path) if entry.name != CURRENT]
         names += [f"{CURRENT}/{entry.name}" for entry in _entries(path / CURRENT) if entry.name != COOKIE_NAME]
         if names:
-            found.append(InitProblem(directory, f"is not empty: {_shown(sorted(names))}"))
+            found.append(InitProblem(directory, f"is not empty: {some_of(sorted(names), 3)}"))
         elif there is not None and there != cookie:
             found.append(
                 InitProblem(directory, f"has the cookie of bookie {there.bookie_id}, not the one to be written")
@@ -183,11 +184,6 @@ def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> 
     if cluster.cookies.read(bookie_id) is not None:
         found.append(InitProblem(cluster.uri, f"bookie {bookie_id} has a cookie, so it is not new"))
     return found
-
-
-def _shown(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files, undo: UndoFile) -> None:

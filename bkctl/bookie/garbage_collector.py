@@ -19,9 +19,9 @@ from bkctl.bookie.collector_metadata import (
     GarbageCollectionStatus,
     GarbageCollectorStats,
     UnindexedLedgers,
-    shown,
 )
 from bkctl.bookie.entry_log_collection import MAJOR, MINOR, CompactionSchedule, EntryLogCollector, ForcedRound
+from bkctl.columns import some_of
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unsupported
@@ -122,7 +122,7 @@ class ScanAndCompareGarbageCollector:
         self._unindexed.add_deleted(ledgers)
         stats.deleted_ledgers += count
         stats.deleted_scoped_ledgers += sum(ledger.is_scoped for ledger in ledgers)
-        log.info("Deleted %d ledgers whose metadata is gone or names other bookies: %s", count, shown(ledgers))
+        log.info("Deleted %d ledgers whose metadata is gone or names other bookies: %s", count, some_of(ledgers, 10))
         return count
 
     def _collect_overreplicated(self, local: Iterable[LedgerId]) -> set[LedgerId]:

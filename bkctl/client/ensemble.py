@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from bkctl.columns import some_of
 from bkctl.errors import EntryNotFound, MetadataVersionConflict, NotEnoughBookies, UsageError
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -176,22 +177,17 @@ def _not_enough(
     problem += f"{len(usable)} {'is' if len(usable) == 1 else 'are'} there"
     notes = []
     if usable:
-        notes.append(f"writable: {_names(usable)}")
+        notes.append(f"writable: {some_of(usable, 10)}")
     without = [bookie.bookie_id for bookie in writable if bookie.bookie_id not in candidates]
     if without:
-        notes.append(f"without ledger scopes: {_names(without)}")
+        notes.append(f"without ledger scopes: {some_of(without, 10)}")
     excluded = [bookie_id for bookie_id in candidates if bookie_id in exclude]
     if excluded:
-        notes.append(f"in use or failed: {_names(excluded)}")
+        notes.append(f"in use or failed: {some_of(excluded, 10)}")
     return NotEnoughBookies(
         f"{problem} ({'; '.join(notes)})" if notes else problem,
         hint="start bookies that serve ledger scopes" if without else "see 'bkctl bookies list'",
     )
-
-
-def _names(bookie_ids: Sequence[str], count_max: int = 10) -> str:
-    shown = ", ".join(bookie_ids[:count_max])
-    return f"{shown}, and {len(bookie_ids) - count_max} more" if len(bookie_ids) > count_max else shown
 
 
 def with_fragment(metadata: LedgerMetadata, first_entry_id: int, ensemble: tuple[str, ...]) -> LedgerMetadata:

@@ -22,6 +22,7 @@ from bkctl.client.ensemble import usable_bookies
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.ledger_survey import replica_counts, why_not_replicated
 from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
+from bkctl.columns import some_of
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
@@ -328,8 +329,8 @@ class Inquiry:
             if reason is not None:
                 reasons.setdefault(reason, []).append(ledger)
         for reason, ledgers in sorted(reasons.items(), key=lambda each: -len(each[1])):
-            names = ", ".join(map(str, ledgers[:3])) + (", …" if len(ledgers) > 3 else "")
-            why.fact(f"Ledgers that stay on it: {len(ledgers):,} ({names}): {reason}", "metadata: marks and failures")
+            text = f"Ledgers that stay on it: {len(ledgers):,} ({some_of(ledgers, 3)}): {reason}"
+            why.fact(text, "metadata: marks and failures")
 
     def _log(self, why: Explanation, local: ClusterBookie) -> str:
         """Add the end of a local bookie's log; return why it refused to start, "" if it did not."""

@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
 from bkctl.client.ledger import BookKeeper
+from bkctl.columns import some_of
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -361,9 +362,8 @@ class MoveQueue:
         if not self._running and not self._has_reported:
             self._has_reported = True
             locked = [attempt.ledger for attempt in self._locked]
-            names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
             self.mover.note(
-                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
+                f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {some_of(locked)}: locked by other workers, such as "
                 f"auto-recovery's; waiting up to {LOCK_WAIT_S_MAX / 60:g} min for them"
             )
         timeout_s = _PAUSE_POLL_S

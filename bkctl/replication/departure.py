@@ -13,7 +13,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from bkctl.client.disk_space import disk_space
 from bkctl.client.ledger import BookKeeper
-from bkctl.columns import counted, size_text
+from bkctl.columns import counted, size_text, some_of
 from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import RegisteredBookie
@@ -317,11 +317,10 @@ class Decommission(Departure):
     async def _finish(self, left: Sequence[LedgerId]) -> Step:
         given_up = f"; {counted(len(self._skipped), 'ledger')} given up" if self._skipped else ""
         if left:
-            named = ", ".join(map(str, left[:5])) + (f" and {len(left) - 5:,} more" if len(left) > 5 else "")
             return Step(
                 StepKind.COOKIE, StepResult.BLOCKED,
                 f"The cookie stays: {counted(len(left), 'ledger')} still {'has' if len(left) == 1 else 'have'} entries "
-                f"on {self.bookie_id}: {named}",
+                f"on {self.bookie_id}: {some_of(left)}",
                 "remove the obstacles and run it again; moved ledgers stay moved",
             )  # fmt: skip
         if self.keep_cookie:

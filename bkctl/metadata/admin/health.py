@@ -11,6 +11,7 @@ from enum import StrEnum
 from itertools import groupby, islice
 from typing import Any, Final, NamedTuple, TypeVar
 
+from bkctl.columns import some_of
 from bkctl.errors import BkctlError, Conflict, MetadataVersionConflict, NotFound
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health_codes import HealthCode
@@ -363,8 +364,7 @@ def _unrepaired(down: list[str]) -> str:
     """Return what it means that auto-recovery does not run while bookies are down; "" if none is."""
     if not down:
         return ""
-    more = f" and {len(down) - 1:,} more" if len(down) > 1 else ""
-    return f": nothing replicates the ledgers of {down[0]}{more}"
+    return f": nothing replicates the ledgers of {some_of(down, 1)}"
 
 
 class HealthCheckSwitch:

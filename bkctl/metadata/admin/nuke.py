@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
+from bkctl.columns import some_of
 from bkctl.errors import Conflict, NotFound
 from bkctl.ids import is_bookie_id
 from bkctl.metadata.admin.overview import scope_counts
@@ -26,7 +27,6 @@ CLUSTER_NODE: Final = re.compile(
     "|layout|instanceid|bookies|writable|readonly|buckets|hierarchical",  # etcd
     re.ASCII,
 )
-_NAMES_SHOWN_MAX: Final = 5
 _DEPTH_MAX: Final = 64
 _CONCURRENCY: Final = 16
 _BATCH_SIZE: Final = 1000
@@ -72,13 +72,13 @@ def _refuse(cluster: Cluster) -> list[str]:
     registered = sorted({name for each in listed for name in each or () if is_bookie_id(name)})
     if registered:
         raise Conflict(
-            f"{len(registered):,} bookies are registered in {cluster.store.name}: {_shorten(registered)}",
+            f"{len(registered):,} bookies are registered in {cluster.store.name}: {some_of(registered)}",
             hint="stop every bookie first",
         )
     unknown = [name for name in names if not CLUSTER_NODE.fullmatch(name)]
     if unknown:
         raise Conflict(
-            f"{cluster.uri} also holds nodes that do not belong to a cluster: {_shorten(unknown)}",
+            f"{cluster.uri} also holds nodes that do not belong to a cluster: {some_of(unknown)}",
             hint="check the path at the end of the metadata URI",
         )
     return names
@@ -121,8 +121,3 @@ def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) 
     with suppress(NotFound):
         cluster.store.delete_root()
     return count
-
-
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN_MAX:,} more" if len(names) > _NAMES_SHOWN_MAX else ""
-    return ", ".join(names[:_NAMES_SHOWN_MAX]) + more
