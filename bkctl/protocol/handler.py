@@ -8,7 +8,6 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from bkctl.protocol import v3
 from bkctl.protocol.messages import BytesLike, Request, Response, Status
 
 if TYPE_CHECKING:
@@ -62,7 +61,12 @@ class Responder(functools.partial[None]):
 
     def observed(self, observe: Callable[[Response], None]) -> Responder:
         """Return a responder to the same request that passes the response to `observe` before it is sent."""
-        return Responder(_answer_observed, *self.args[:4], self, observe)
+
+        def answer(*call: Any) -> None:
+            observe(call[-1])
+            self(call[-1])
+
+        return Responder(answer, *self.args[:4])
 
 
 class ReadRunResponder:
@@ -113,19 +117,6 @@ class ReadRunResponder:
     def read(self, count: int, start: Callable[[], asyncio.Future[Any]]) -> bool:
         """Have `start` begin a read of the disk for `count` requests, at most `room`; see Responder.read."""
         return self._connection.reads.add(lambda _: self._settle(count, b""), start, count)
-
-
-def _answer_observed(
-    connection: ClientConnection,
-    header: v3.Header | int,
-    scope_id: int,
-    size: int,
-    respond: Responder,
-    observe: Callable[[Response], None],
-    response: Response,
-) -> None:
-    observe(response)
-    respond(response)
 
 
 class RequestHandler(typing.Protocol):

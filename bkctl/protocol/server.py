@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import operator
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from bkctl.protocol.messages import (
     scope_of,
     status_of,
 )
-from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests
+from bkctl.protocol.runs import AddRun, take_requests
 
 #: Pieces of input below this size are gathered for so many seconds while so many bytes of requests are in flight.
 GATHERED_BYTES_MAX: Final = 1 << 14
@@ -135,7 +136,7 @@ class ServedConnection(ControlledConnection):
         self._start, adds, reads = found
         if adds:
             answer = functools.partial(self._answer_adds, is_v2)
-            self._serve(handler.handle_adds, adds, answer, _answer_all, *_extent_of(adds))
+            self._serve(handler.handle_adds, adds, answer, operator.call, *_extent_of(adds))
         if reads:
             respond = ReadRunResponder(self, self._settle_reads, is_v2)
             for run in reads:
@@ -316,10 +317,6 @@ _answer: Final = ServedConnection.answer
 
 def _refuse(respond: Responder, request: Request, status: Status) -> None:
     respond(refusal(request, status))
-
-
-def _answer_all(answer: AnswerAdds, adds: Sequence[AddRun], status: Status) -> None:
-    answer(adds, status)
 
 
 def _extent_of(adds: Sequence[AddRun]) -> tuple[int, int]:
