@@ -19,7 +19,7 @@ from support import golden
 from support.waiting import eventually
 
 from bkctl import commands
-from bkctl.columns import Column, Columns, Constant, Kind, iso_time
+from bkctl.columns import Column, Columns, Constant, Kind, iso_time, some_of
 from bkctl.commands.cluster import HEALTH_COLUMNS
 from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
 from bkctl.commands.kit.job import Activity
@@ -118,6 +118,13 @@ FIRST = {
     "data": "AP8=",
     "nested": {"a": ["b", "c"]},
 }
+
+
+def test_messages_name_the_first_of_many() -> None:
+    assert some_of([]) == ""
+    assert some_of([LedgerId(0, 1), LedgerId(0, 2)]) == "1, 2"
+    assert some_of("abcdefg") == "a, b, c, d, e and 2 more"
+    assert some_of(["a"] * 1101, 1) == "a and 1,100 more"
 
 
 def test_ndjson_is_an_object_a_line() -> None:
