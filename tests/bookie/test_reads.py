@@ -35,7 +35,6 @@ from bkctl.protocol.messages import (
     Status,
 )
 from bkctl.protocol.runs import ReadRun
-from bkctl.protocol.server import ServedConnection
 from bkctl.storage.ledger.entry_reader import StoredEntryReader
 
 COUNT = 120
@@ -118,7 +117,6 @@ def test_without_compiled_loops_requests_come_one_by_one_and_have_the_same_answe
         config = config_for(tmp_path, ledger_storage_class=storage_class)
         for is_new in (True, False):
             async with serving(config, cluster) as bookie, connected(bookie, protocol) as connection:
-                monkeypatch.setattr(ServedConnection, "_take_runs", None)
                 if is_new:
                     await fill(connection, ledger)
                 await check(connection, ledger, [*range(COUNT + 10)])
