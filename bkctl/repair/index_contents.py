@@ -5,25 +5,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from bkctl.columns import counted
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.journal import JournalReader
-from bkctl.files.windows import FileReader
 from bkctl.formats.entry import read_lac_header
-from bkctl.formats.entry_log import log_id_of, pack_location, unpack_location
+from bkctl.formats.entry_log import HEADER_SIZE, file_name, log_id_of, pack_location, unpack_location
 from bkctl.formats.index import LedgerData
-from bkctl.formats.names import SCOPED_DIRECTORY
-from bkctl.formats.record import BODY_SIZE_MIN, IDS_V2, RECORD_SIZE, RECORD_SIZE_BYTES_MAX, RecordType, read_record
+from bkctl.formats.record import RECORD_SIZE, RecordType
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
 
@@ -42,10 +40,25 @@ class DamagedFile(NamedTuple):
 
 @dataclass(slots=True)
 class RepairFindings:
-    """The findings of a repair besides its result: damaged files, and notes for the operator."""
+    """The findings of a repair besides its result: damaged files, each once, and notes for the operator."""
 
     damage: list[DamagedFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    #: The end of the part that was read of each entry log.
+    ends: dict[Path, int] = field(default_factory=dict)
+
+    def add_damage(self, path: Path, error: BkctlError) -> None:
+        """Note a damaged file, unless it is noted already."""
+        if all(damage.path != path for damage in self.damage):
+            self.damage.append(DamagedFile(path, error))
+
+    def unread(self, logs: Iterable[Path], old: Iterable[IndexedEntry]) -> Iterator[IndexedEntry]:
+        """Yield the entries of an old index that are in no part of `logs` that was read."""
+        ends = {log_id_of(log.name): self.ends.get(log, HEADER_SIZE) for log in logs}
+        for entry in old:
+            log_id, offset = unpack_location(entry[2])
+            if offset > ends.get(log_id, HEADER_SIZE):
+                yield entry
 
 
 @dataclass(slots=True)
@@ -72,7 +85,7 @@ def read_journals(
                 with JournalReader.open(file.path) as reader:
                     _read_journal(reader, facts)
             except (Corrupt, Unsupported) as error:
-                findings.damage.append(DamagedFile(file.path, error))
+                findings.add_damage(file.path, error)
             progress(file.size)
     return facts
 
@@ -146,13 +159,16 @@ def read_log_entries(path: Path, findings: RepairFindings) -> Iterator[tuple[lis
     first = pack_location(log_id, RECORD_SIZE.size)
     try:
         with EntryLogReader.open(path) as reader:
-            for batch in reader.batches():
-                if batch.type is RecordType.ENTRY:
-                    yield batch.ledgers, batch.entry_ids, [first + offset for offset in batch.offsets]
+            try:
+                for batch in reader.batches():
+                    if batch.type is RecordType.ENTRY:
+                        yield batch.ledgers, batch.entry_ids, [first + offset for offset in batch.offsets]
+            finally:
+                findings.ends[path] = reader.position
     except NotFound:
         return
     except (Corrupt, Unsupported) as error:
-        findings.damage.append(DamagedFile(path, error))
+        findings.add_damage(path, error)
 
 
 def read_log_ledgers(path: Path, findings: RepairFindings) -> set[LedgerId]:
@@ -161,6 +177,7 @@ def read_log_ledgers(path: Path, findings: RepairFindings) -> set[LedgerId]:
         with EntryLogReader.open(path) as reader:
             sizes = reader.ledgers_map()
             if sizes is not None:
+                findings.ends[path] = reader.size()
                 return {ledger for ledger in sizes if is_ledger(ledger)}
     except NotFound:
         return set()
@@ -172,66 +189,45 @@ def read_log_ledgers(path: Path, findings: RepairFindings) -> set[LedgerId]:
     return {ledger for ledger in found if is_ledger(ledger)}
 
 
-class DamagedLogs(ExitStack):
-    """Logs that a scan could not read to their end: confirms entries of an old index behind the damage.
-
-    Created from the damage found so far. Use as a context manager.
-    """
-
-    def __init__(self, damage: Iterable[DamagedFile]) -> None:
-        super().__init__()
-        self._readers: dict[tuple[bool, int], FileReader] = {}
-        for path, _ in damage:
-            log_id = log_id_of(path.name)
-            if log_id is not None:
-                scoped = path.parent.name == SCOPED_DIRECTORY
-                with suppress(BkctlError):
-                    reader = self._readers[scoped, log_id] = FileReader(path)
-                    self.callback(reader.close)
-
-    def __bool__(self) -> bool:
-        return bool(self._readers)
-
-    def has(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
-        """Return True if one of these logs has the whole entry at `location`, or cannot be read there.
-
-        An entry that the disk refuses stays in the index: else the bookie would answer that it never had the entry.
-        """
-        log_id, offset = unpack_location(location)
-        reader = self._readers.get((ledger.is_scoped, log_id))
-        if reader is None or offset < RECORD_SIZE.size:
-            return False
-        try:
-            head = reader.read(offset - RECORD_SIZE.size, RECORD_SIZE.size + IDS_V2.size)
-        except Corrupt:
-            return True
-        if len(head) < RECORD_SIZE.size + BODY_SIZE_MIN:
-            return False
-        (size,) = RECORD_SIZE.unpack_from(head)
-        if not BODY_SIZE_MIN <= size <= min(RECORD_SIZE_BYTES_MAX, reader.size() - offset):
-            return False
-        with suppress(CorruptRecord, Unsupported):
-            record = read_record(head, RECORD_SIZE.size, len(head) - RECORD_SIZE.size, offset, reader.name)
-            return record.ledger == ledger and record.entry_id == entry_id
-        return False
-
-
 class IndexTarget(Protocol):
     """A new index that gets entries: a database of locations, or index files."""
 
-    def put_all(self, entries: Iterable[IndexedEntry], /) -> int:
-        """Set the locations of entries; a later one wins. Return their number."""
+    def put_all(self, entries: Iterable[IndexedEntry], /) -> object:
+        """Set the locations of entries; a later one wins."""
 
     def get(self, ledger: LedgerId, entry_id: int, /) -> int:
         """Return the location of an entry; 0 if the entry is missing."""
+
+
+class EntrySet:
+    """The index target of a dry run: the entries, without their locations, a bit for each."""
+
+    def __init__(self) -> None:
+        self._pages: defaultdict[tuple[LedgerId, int], int] = defaultdict(int)
+
+    def put_all(self, entries: Iterable[IndexedEntry]) -> None:
+        """Add entries."""
+        for ledger, entry_id, _ in entries:
+            self._pages[ledger, entry_id >> 10] |= 1 << (entry_id & 1023)
+
+    def get(self, ledger: LedgerId, entry_id: int) -> int:
+        """Return 1 for an entry that was added, else 0."""
+        return self._pages.get((ledger, entry_id >> 10), 0) >> (entry_id & 1023) & 1
+
+    def extents(self) -> dict[LedgerId, tuple[int, int]]:
+        """Return each ledger's number of entries and its last entry id."""
+        found: dict[LedgerId, tuple[int, int]] = {}
+        for (ledger, page), bits in self._pages.items():
+            count, last = found.get(ledger, (0, -1))
+            found[ledger] = count + bits.bit_count(), max(last, (page << 10) + bits.bit_length() - 1)
+        return found
 
 
 @dataclass
 class IndexRepair:
     """One repair of a bookie's index; `_metadata` is None without a metadata store.
 
-    `_progress` gets the number of bytes that were read. A dry run has no target: it counts copies of entries by ledger
-    (`counted`), and keeps each ledger's last entry id.
+    `_progress` gets the number of bytes that were read.
     """
 
     _files: Files
@@ -239,8 +235,6 @@ class IndexRepair:
     _progress: Progress
     dry_run: bool
     findings: RepairFindings = field(init=False, default_factory=RepairFindings)
-    counted: Counter[LedgerId] = field(init=False, default_factory=Counter)
-    last_entry_ids: dict[LedgerId, int] = field(init=False, default_factory=dict)
     _known: dict[LedgerId, LedgerFacts] = field(init=False, default_factory=dict)
 
     def ask(self, ledgers: Iterable[LedgerId]) -> None:
@@ -253,38 +247,41 @@ class IndexRepair:
         self.ask([ledger])
         return self._known.get(ledger)
 
-    def _count(self, entries: Iterable[IndexedEntry]) -> None:
-        for ledger, entry_id, _ in entries:
-            self.counted[ledger] += 1
-            self.last_entry_ids[ledger] = max(self.last_entry_ids.get(ledger, -1), entry_id)
-
     def copy_entries(
         self,
-        logs: Iterable[Path],
-        target: IndexTarget | None,
+        logs: Sequence[Path],
+        home: Path,
+        target: IndexTarget,
         choose: Callable[[set[LedgerId]], set[LedgerId]],
-        old_entries: Callable[[DamagedLogs], Iterable[IndexedEntry]],
+        old: Iterable[IndexedEntry],
     ) -> Counter[LedgerId]:
         """Put the entries of `logs` into `target` whose ledgers `choose` returns of those it gets.
 
-        The target also gets the entries behind damage in these logs that only the old index knows, as `old_entries`
-        yields them; returns their numbers by ledger.
+        The target also gets the entries of the old index, `old`, that no log has in the part that was read: they are
+        behind damage, or in a log that is missing or ends before them. Without them the bookie would answer that it
+        never had them, and recovery would end their ledgers there. Returns their numbers by ledger. `home` is the
+        directory of missing logs.
         """
-        put_all = self._count if target is None else target.put_all
-        damaged_before = len(self.findings.damage)
         for log in logs:
             for batch in read_log_entries(log, self.findings):
                 found = set(batch[0])
                 wanted = choose(found)
                 rows = zip(*batch, strict=True)
-                put_all(rows if len(wanted) == len(found) else (row for row in rows if row[0] in wanted))
+                target.put_all(rows if len(wanted) == len(found) else (row for row in rows if row[0] in wanted))
             self._progress(size_of(log))
         saved: Counter[LedgerId] = Counter()
-        with DamagedLogs(self.findings.damage[damaged_before:]) as damaged:
-            for entry in old_entries(damaged):
-                if choose({entry[0]}) and not (target and target.get(*entry[:2])):
-                    put_all([entry])
-                    saved[entry[0]] += 1
+        lost: Counter[str] = Counter()
+        for entry in self.findings.unread(logs, old):
+            if choose({entry[0]}) and not target.get(*entry[:2]):
+                target.put_all([entry])
+                saved[entry[0]] += 1
+                lost[file_name(unpack_location(entry[2])[0])] += 1
+        paths = {log.name: log for log in logs if log in self.findings.ends}
+        for name, count in sorted(lost.items()):
+            fault = "ends before them" if name in paths else "is missing"
+            entries = counted(count, "entry of the old index is", "entries of the old index are")
+            path = paths.get(name, home / name)
+            self.findings.add_damage(path, Corrupt(f"{entries} in {path}, which {fault}"))
         return saved
 
 

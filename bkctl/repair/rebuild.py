@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -20,11 +19,11 @@ from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
+from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFactsLookup, LedgerLiveness
 from bkctl.repair.index_contents import (
-    DamagedFile,
-    DamagedLogs,
+    EntrySet,
     IndexedEntry,
     IndexRepair,
     JournalFacts,
@@ -48,9 +47,9 @@ class RebuiltDatabase:
     """One database at `path`: the numbers of the new one, and the backup of the old one (None: none, or not yet).
 
     `ledgers_before` and `entries_before` are of the old database, None if it is missing or damaged. `entries_saved` of
-    the entries are behind damage in a log: only the old database knows them. `guessed_fences` counts ledgers that are
-    fenced because no source says otherwise, `without_key` ledgers whose master key is unknown. `left_out` counts
-    ledgers of logs or journals that are not in the new database. In a dry run each copy of an entry counts.
+    the entries are behind damage in a log, or in a missing part: only the old database knows them. `guessed_fences`
+    counts ledgers that are fenced because no source says otherwise, `without_key` ledgers whose master key is unknown.
+    `left_out` counts ledgers of logs or journals that are not in the new database.
     """
 
     path: Path
@@ -134,11 +133,10 @@ class Rebuild(IndexRepair):
             }
             if scoped and not (row.path.is_dir() or logs or found):
                 continue
-            damaged_before = len(self.findings.damage)
             for log in logs:
                 found |= read_log_ledgers(log, self.findings)
                 self._progress(size_of(log))
-            self._build_ledgers(row, found, facts, scoped, self.findings.damage[damaged_before:])
+            self._build_ledgers(row, found, facts, scoped, logs)
 
     def _build_ledgers(
         self,
@@ -146,15 +144,14 @@ class Rebuild(IndexRepair):
         found: set[LedgerId],
         facts: dict[LedgerId, JournalFacts],
         scoped: bool,
-        damage: list[DamagedFile],
+        logs: list[Path],
     ) -> None:
         old, is_complete, flags = self._old_ledgers(row)
         found |= old.keys()
-        if damage and not is_complete:
-            # A ledger behind damage is in the old locations only. The bookie deletes locations of unknown ledgers.
+        if not is_complete:
+            # A ledger in an unread part is in the old locations only. The bookie deletes locations of unknown ledgers.
             locations = RebuiltDatabase(row.path.with_name(row.path.name.replace(LEDGERS, LOCATIONS)))
-            with DamagedLogs(damage) as damaged:
-                found.update(ledger for ledger, *_ in self._old_locations(locations, damaged))
+            found.update(ledger for ledger, *_ in self.findings.unread(logs, self._old_locations(locations)))
         kept = self._ledgers[row.path] = set()
         self.ask(found)
         with self._create(LedgersDatabase, row, scoped) as database:
@@ -192,11 +189,12 @@ class Rebuild(IndexRepair):
         return old, True, flags
 
     def build_locations(self) -> None:
-        for _, scoped, row, logs in self._targets(LOCATIONS):
+        for storage, scoped, row, logs in self._targets(LOCATIONS):
             if not scoped or row.path.is_dir() or logs:
-                self._build_locations(row, logs, scoped)
+                home = storage.ledger_dir / SCOPED_DIRECTORY if scoped else storage.ledger_dir
+                self._build_locations(row, logs, home, scoped)
 
-    def _build_locations(self, row: RebuiltDatabase, logs: list[Path], scoped: bool) -> None:
+    def _build_locations(self, row: RebuiltDatabase, logs: list[Path], home: Path, scoped: bool) -> None:
         listed = self._ledgers_to_index(row.path, scoped)
         taken: dict[LedgerId, bool] = {}
 
@@ -211,12 +209,14 @@ class Rebuild(IndexRepair):
                 taken[ledger] = (listed is None or ledger in listed) and not is_(ledger, LedgerLiveness.DEAD)
             return {ledger for ledger in ledgers if taken.get(ledger)}
 
-        before = self.counted.total()
         with self._create(LocationsDatabase, row, scoped) as database:
-            saved = self.copy_entries(logs, database, choose, partial(self._old_locations, row))
-            row.entries_saved = saved.total()
+            target = EntrySet() if database is None else database
+            row.entries_saved = self.copy_entries(logs, home, target, choose, self._old_locations(row)).total()
             # Count copies of an entry in several logs as one.
-            row.entries = self.counted.total() - before if database is None else sum(map(len, database.batches()))
+            if isinstance(target, EntrySet):
+                row.entries = sum(count for count, _ in target.extents().values())
+            else:
+                row.entries = sum(map(len, target.batches()))
         row.ledgers = sum(taken.values())
         row.left_out = len(taken) - row.ledgers
         doubtful = set[LedgerId]() if listed is None else taken.keys() - listed
@@ -241,19 +241,14 @@ class Rebuild(IndexRepair):
             )
             return None
 
-    def _old_locations(self, row: RebuiltDatabase, damaged: DamagedLogs) -> Iterator[IndexedEntry]:
-        """Yield the entries of the old database in damaged logs; count all its entries in `row`."""
+    def _old_locations(self, row: RebuiltDatabase) -> Iterator[IndexedEntry]:
+        """Yield the entries of the old database; count them in `row`."""
         count = 0
         try:
             with LocationsDatabase.open(row.path) as database:
-                if not damaged:
-                    for batch in database.batches():
-                        count += len(batch)
-                else:
-                    for entry in database.locations():
-                        count += 1
-                        if damaged.has(*entry):
-                            yield entry
+                for entry in database.locations():
+                    count += 1
+                    yield entry
         except NotFound:
             return
         except Corrupt as error:

@@ -13,7 +13,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -24,11 +23,11 @@ from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader, first_files
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
-from bkctl.formats.names import UNFINISHED_SUFFIX
+from bkctl.formats.names import SCOPED_DIRECTORY, UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFactsLookup
 from bkctl.repair.index_contents import (
-    DamagedLogs,
+    EntrySet,
     IndexedEntry,
     IndexRepair,
     Progress,
@@ -55,8 +54,9 @@ _ENTRIES_AT_ONCE: Final = 1024
 class RegeneratedIndex:
     """The index file of one ledger at `path`: the numbers of the new file, and the backup of the old one (None: none).
 
-    `entries_before` is None without a readable old file. `entries_saved` of the entries are behind damage in a log:
-    only the old index knows them. `fence_guessed`: the ledger is fenced because no source says otherwise.
+    `entries_before` is None without a readable old file. `entries_saved` of the entries are behind damage in a log,
+    or in a missing part: only the old index knows them. `fence_guessed`: the ledger is fenced because no source says
+    otherwise.
     """
 
     ledger: LedgerId
@@ -190,42 +190,43 @@ class Regeneration(IndexRepair):
     def build(self) -> None:
         """Read the logs and build the index files beside the old ones; in a dry run only count."""
         self.clean_up()
-        builder = None
+        target: IndexFileBuilder | EntrySet = EntrySet()
         if not self.dry_run:
             for place in self._buildings.values():
                 place.mkdir(DIRECTORY_MODE)
-            builder = IndexFileBuilder(list(self._buildings.values()))
+            target = IndexFileBuilder(list(self._buildings.values()))
             for ledger, data in self._data.items():
-                builder.add(ledger, data, self._layout.index_dirs.index(self._current_of(self._rows[ledger])))
+                target.add(ledger, data, self._layout.index_dirs.index(self._current_of(self._rows[ledger])))
+        homes = self._layout.ledger_dirs
         for scoped in (False, True):
             wanted = {ledger for ledger in self._rows if ledger.is_scoped == scoped}
             logs = self._layout.logs(scoped=scoped)
             if not wanted:
                 self._progress(sum(map(size_of, logs)))
                 continue
-            old = partial(self._old_entries, sorted(wanted & self._old.keys()))
-            for ledger, count in self.copy_entries(logs, builder, wanted.intersection, old).items():
+            home = (homes[0] if len(homes) == 1 else Path()) / (SCOPED_DIRECTORY if scoped else "")
+            old = self._old_entries(sorted(wanted & self._old.keys()))
+            for ledger, count in self.copy_entries(logs, home, target, wanted.intersection, old).items():
                 self._rows[ledger].entries_saved = count
-        if builder is None:
-            for ledger, row in self._rows.items():
-                row.entries, row.last_entry_id = self.counted[ledger], self.last_entry_ids.get(ledger, -1)
+        if isinstance(target, EntrySet):
+            for ledger, extent in target.extents().items():
+                self._rows[ledger].entries, self._rows[ledger].last_entry_id = extent
             return
-        builder.flush()
+        target.flush()
         for row in self._rows.values():
             with LedgerIndexReader.open(self._built(row)) as reader:
                 row.entries, row.last_entry_id = sum(1 for _ in reader.locations()), reader.last_entry_id
-        if builder.refused:
+        if target.refused:
             self.findings.notes.append(
-                f"{builder.refused} entries have ids above {ENTRY_ID_MAX}: index files cannot hold them"
+                f"{target.refused} entries have ids above {ENTRY_ID_MAX}: index files cannot hold them"
             )
 
-    def _old_entries(self, ledgers: list[LedgerId], damaged: DamagedLogs) -> Iterator[IndexedEntry]:
-        """Yield the entries of the old index in damaged logs."""
-        for ledger in ledgers if damaged else ():
+    def _old_entries(self, ledgers: list[LedgerId]) -> Iterator[IndexedEntry]:
+        """Yield the entries of the old index."""
+        for ledger in ledgers:
             with LedgerIndexReader.open(self._old[ledger]) as old:
                 for entry_id, location in old.locations():
-                    if damaged.has(ledger, entry_id, location):
-                        yield ledger, entry_id, location
+                    yield ledger, entry_id, location
 
     def _current_of(self, row: RegeneratedIndex) -> Path:
         return next(current for current in self._layout.index_dirs if current in row.path.parents)

@@ -91,7 +91,7 @@ _GUESSES: Final = (
         "without_key", "ledger", "ledgers",
         "the master key of {} is unknown; the bookie will accept that of the next writer",
     ),
-    ("entries_saved", "entry", "entries", "{} behind damage taken over from the old database"),
+    ("entries_saved", "entry", "entries", "{} outside the readable part of the logs taken over from the old database"),
 )  # fmt: skip
 
 

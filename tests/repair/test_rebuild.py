@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import signal
 import threading
@@ -280,7 +281,7 @@ def test_a_bookie_with_index_files_is_refused_with_a_hint(tmp_path: Path) -> Non
 
 def test_entries_behind_damage_are_taken_from_the_old_index(bookie: Bookie) -> None:
     places = bookie.log(0, *((A, number) for number in range(10)))
-    bookie.database({A: OPEN}, places | {(A, 99): places[A, 9] + 4, (A, 98): entry_log.pack_location(5, 1028)})
+    bookie.database({A: OPEN}, places | {(A, 99): places[A, 2] + 4})
     log = bookie.current() / "0.log"
     data = bytearray(log.read_bytes())
     offset = places[A, 4] - 4
@@ -290,9 +291,31 @@ def test_entries_behind_damage_are_taken_from_the_old_index(bookie: Bookie) -> N
     (damage,) = done.findings.damage
     assert damage.path == log
     assert not done.dry_run
-    del places[A, 4]
     assert locations_in(bookie.current() / "locations") == places
-    assert (done.databases[0].entries, done.databases[0].entries_saved) == (9, 5)
+    assert (done.databases[0].entries, done.databases[0].entries_saved) == (10, 6)
+
+
+@pytest.mark.parametrize("loss", ["missing", "cut"])
+@pytest.mark.parametrize("has_ledgers", [True, False])
+def test_entries_of_a_lost_log_stay_in_the_index(tmp_path: Path, loss: str, has_ledgers: bool) -> None:
+    """Without them the bookie would answer that it never had them. C was deleted, and its log removed."""
+    bookie = Bookie(tmp_path, 2)
+    places = bookie.log(0, (A, 0)) | bookie.log(1, (A, 1), (B, 0), (B, 1))
+    bookie.database({A: OPEN, B: OPEN}, places | ({(C, 0): entry_log.pack_location(7, 1028)} if has_ledgers else {}))
+    bookie.database({}, {}, number=1)
+    log = bookie.current() / "1.log"
+    log.unlink() if loss == "missing" else os.truncate(log, entry_log.unpack_location(places[B, 0])[1] - 4)
+    if not has_ledgers:
+        shutil.rmtree(bookie.current() / "ledgers")
+    saved, fault = (3, "is missing") if loss == "missing" else (2, "ends before them")
+    for dry_run in (True, False):
+        done = rebuild(bookie.layout, ledgers=True, locations=True, dry_run=dry_run)
+        (damage,) = done.findings.damage
+        assert str(damage.error) == f"{saved} entries of the old index are in {log}, which {fault}"
+        (row,) = (row for row in done.databases if row.path == bookie.current() / "locations")
+        assert (row.entries, row.entries_saved) == (4, saved)
+    assert locations_in(bookie.current() / "locations") == places
+    assert ledgers_in(bookie.current() / "ledgers").keys() == {A, B}
 
 
 @pytest.mark.parametrize("ledger", [A, S])
@@ -316,7 +339,7 @@ def test_a_ledger_behind_damage_is_taken_from_the_old_locations(bookie: Bookie, 
     places = bookie.log(0, (other, 0), (other, 1), (ledger, 0))
     prefix, directory = ("scoped-", bookie.current() / "scoped") if ledger.is_scoped else ("", bookie.current())
     gone = ledger._replace(ledger_id=ledger.ledger_id + 16)
-    bookie.database({other: OPEN}, places | {(gone, 0): places[ledger, 0]}, prefix=prefix)
+    bookie.database({other: OPEN}, places | {(gone, 0): places[other, 0]}, prefix=prefix)
     shutil.rmtree(bookie.current() / f"{prefix}ledgers")
     log = directory / "0.log"
     data = bytearray(log.read_bytes())

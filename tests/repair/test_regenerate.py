@@ -218,16 +218,38 @@ def test_a_leftover_of_a_relocation_counts_as_the_old_file(bookie: Bookie) -> No
 
 def test_entries_behind_damage_are_taken_from_the_old_file(bookie: Bookie) -> None:
     places = bookie.log(0, A, *range(10))
-    path = bookie.index(A, places | {11: places[9] + 4})
+    path = bookie.index(A, places | {11: places[2] + 4})
     log = bookie.current / "0.log"
     data = bytearray(log.read_bytes())
     data[places[4] - 4 : places[4]] = b"\x7f\xff\xff\xff"
     log.write_bytes(data)
     done = regenerate(bookie.layout)
     assert [damage.path for damage in done.findings.damage] == [log]
-    assert (done.indexes[0].entries, done.indexes[0].entries_saved) == (9, 5)
-    del places[4]
+    assert (done.indexes[0].entries, done.indexes[0].entries_saved) == (10, 6)
     assert said(path).places == places
+
+
+@pytest.mark.parametrize("ledger", [A, S])
+@pytest.mark.parametrize("loss", ["missing", "cut within a record", "cut before a record", "zeros"])
+def test_entries_of_a_lost_log_stay_in_the_index(bookie: Bookie, ledger: LedgerId, loss: str) -> None:
+    """Without them the bookie would answer that it never had them; a copy that compaction left is found."""
+    places = bookie.log(0, ledger, 0, 1) | (lost := bookie.log(1, ledger, *range(2, 9)))
+    copy = bookie.log(2, ledger, 8)
+    path = bookie.index(ledger, places)
+    log = bookie.current / ("scoped" if ledger.is_scoped else "") / "1.log"
+    data, cut = log.read_bytes(), entry_log.unpack_location(lost[5])[1]
+    if loss == "missing":
+        log.unlink()
+    else:
+        log.write_bytes(data[: cut + (4 if "within" in loss else -4)].ljust(len(data) if loss == "zeros" else 0, b"\0"))
+    saved, fault = (6, "is missing") if loss == "missing" else (3, "ends before them")
+    for dry_run in (True, False):
+        done = regenerate(bookie.layout, dry_run=dry_run)
+        (damage,) = done.findings.damage
+        assert str(damage.error) == f"{saved} entries of the old index are in {log}, which {fault}"
+        (row,) = done.indexes
+        assert (row.entries, row.last_entry_id, row.entries_saved) == (9, 8, saved)
+    assert said(path).places == places | copy
 
 
 def test_entries_that_the_disk_refuses_stay_in_the_index(bookie: Bookie, lose: Callable[[Path, int], None]) -> None:
