@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bkctl.bookie.checkpoints import NoSpaceForCheckpoint
-from bkctl.bookie.collector_metadata import USAGE_BUCKETS, CollectorMetadata, UnindexedLedgers
+from bkctl.bookie.collector_metadata import USAGE_BUCKETS, CollectorMetadata, UnindexedLedgers, shown
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, UsageError
@@ -197,6 +197,7 @@ class EntryLogCollector:
             stopped=metadata.stopped,
             removed=self._remove_compacted,
         )
+        self._indexed = LedgerIdSet()
         self._compacted_count = 0
         #: The kind of compaction under way, or "".
         self.compacting = ""
@@ -205,15 +206,30 @@ class EntryLogCollector:
         """Find out which ledgers have entries in which log, and which of those the index knows."""
         self._logs.extract(_log_damage)
         # Listed after the logs: every ledger with entries in one of them is here, unless it was deleted.
-        indexed = LedgerIdSet(self._storage.ledger_ids())
+        self._indexed = LedgerIdSet(self._storage.ledger_ids())
         for entry_log in self._logs:
-            entry_log.keep(indexed)
+            entry_log.keep(self._indexed)
 
     def _forget_garbage(self, logs: Sequence[EntryLogMetadata]) -> None:
         """Drop the garbage from the unindexed ledgers of these logs; ledgers that may be alive stay `unindexed`."""
         garbage = self._unindexed.garbage_of({ledger for entry_log in logs for ledger in entry_log.unindexed})
         for entry_log in logs:
             entry_log.forget(garbage)
+
+    def _is_map_complete(self, entry_log: EntryLogMetadata) -> bool:
+        """Return whether the ledgers map of a log has every ledger in it that is left; else use the log's records."""
+        named = {*entry_log.ledgers, *entry_log.unindexed}
+        self._logs.read_records(entry_log)
+        entry_log.keep(self._indexed)
+        self._forget_garbage([entry_log])
+        hidden = sorted({*entry_log.ledgers, *entry_log.unindexed} - named)
+        if hidden:
+            log.error(
+                "Entry log %s has entries of ledgers that its damaged ledgers map lacks: %s. The log stays",
+                entry_log.path,
+                shown(hidden),
+            )
+        return not hidden
 
     # --- logs without ledgers ----------------------------------------------------------------------------------------
 
@@ -251,8 +267,12 @@ class EntryLogCollector:
 
     def _remove(self, entry_log: EntryLogMetadata) -> None:
         try:
+            if not self._is_map_complete(entry_log):
+                return
             entry_log.logger.remove_log(entry_log.log_id)
-        except OSError as error:
+        except CompactionStopped:
+            raise
+        except (BkctlError, OSError) as error:
             self._stats.failed_to_delete += 1
             log.warning("Entry log %s cannot be removed: %s", entry_log.path, error)
             return
@@ -310,7 +330,8 @@ class EntryLogCollector:
             if 0 < time_max_ms <= self._clock_ms() - began_ms:
                 break
             try:
-                self._compactor.compact(entry_log)
+                if self._is_map_complete(entry_log):
+                    self._compactor.compact(entry_log)
             except CompactionStopped:
                 raise
             except UnreadableEntryLog as error:

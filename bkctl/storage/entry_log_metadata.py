@@ -60,15 +60,22 @@ class EntryLogMetadata:
 
     `unindexed` are its other ledgers, until `forget` drops them as garbage: most were deleted, some have lost their
     index. `total_size_bytes` counts all entries and their size fields, `remaining_size_bytes` only the entries of
-    `ledgers`.
+    `ledgers`. `from_map`: the ledgers map says so, which has no checksum.
     """
 
-    __slots__ = ("ledgers", "log_id", "logger", "path", "remaining_size_bytes", "total_size_bytes", "unindexed")
+    __slots__ = (
+        "from_map", "ledgers", "log_id", "logger", "path", "remaining_size_bytes", "total_size_bytes", "unindexed",
+    )  # fmt: skip
 
     def __init__(self, logger: EntryLogger, log_id: int, path: Path, ledgers: Mapping[LedgerId, int]) -> None:
         self.logger = logger
         self.log_id = log_id
         self.path = path
+        self.use(ledgers)
+
+    def use(self, ledgers: Mapping[LedgerId, int]) -> None:
+        """Take `ledgers` for the contents of the log, as its records have them."""
+        self.from_map = False
         self.ledgers = SizesByLedger(ledgers)
         self.unindexed = SizesByLedger()
         self.total_size_bytes = self.remaining_size_bytes = self.ledgers.total
@@ -134,12 +141,20 @@ class EntryLogMetadataMap:
                         contents = log_contents(reader)
                     if not contents.complete:
                         raise contents.error or BkctlError(f"{path} cannot be read to its end")
-                    logs[log_id] = EntryLogMetadata(logger, log_id, path, contents.sizes)
+                    log = logs[log_id] = EntryLogMetadata(logger, log_id, path, contents.sizes)
+                    log.from_map = contents.from_map
                 except (NotFound, OSError):
                     continue  # it is gone, or a later round reads it
                 except BkctlError as error:
                     self.leave_out(path)
                     problem(path, error)
+
+    def read_records(self, log: EntryLogMetadata) -> None:
+        """Use the records of a log instead of its ledgers map, once. Raises BkctlError, OSError."""
+        if log.from_map:
+            with open_log(log.logger, log.log_id, log.path, self._storage) as reader:
+                sizes, damage = reader.scan_ledgers()
+            log.use(sizes if damage is None else {**log.ledgers, **log.unindexed, **sizes})
 
     def leave_out(self, path: Path) -> None:
         """Ignore this damaged log from now on."""

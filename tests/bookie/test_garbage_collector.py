@@ -685,17 +685,11 @@ def test_bookie_collects_and_compacts_while_it_serves(
     asyncio.run(serve(read_again))
 
 
-@pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
-@pytest.mark.parametrize("step", ["live", "move"])
-def test_logs_are_collected_after_a_fault_of_the_index(
-    tmp_path: Path,
-    store: Cluster,
-    storage_class: str,
-    step: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = bookie_config(tmp_path, ledger_storage_class=storage_class, log_size_limit=4096)
+def filled(
+    root: Path, store: Cluster, storage_class: str
+) -> tuple[BookieStorage, GarbageCollectorThread, list[LedgerId], list[Path]]:
+    """A storage with three ledgers mixed in small logs, its collector, the ledgers and the completed logs."""
+    config = bookie_config(root, ledger_storage_class=storage_class, log_size_limit=4096)
     storage = BookieStorage(config.with_changes(force_allow_compaction=True))
     storage.open()
     ledgers = [LedgerId(0, number) for number in (2, 4, 6)]
@@ -717,6 +711,20 @@ def test_logs_are_collected_after_a_fault_of_the_index(
         checkpoint=storage.run_checkpoint,
     )
     logs = [logger.path_of(each) for logger in storage.ledgers.entry_loggers for each in logger.flushed_log_ids()]
+    return storage, collector, ledgers, logs
+
+
+@pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
+@pytest.mark.parametrize("step", ["live", "move"])
+def test_logs_are_collected_after_a_fault_of_the_index(
+    tmp_path: Path,
+    store: Cluster,
+    storage_class: str,
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage, collector, ledgers, logs = filled(tmp_path, store, storage_class)
 
     def fail(*_: object) -> None:
         raise Corrupt("the index is damaged")
@@ -732,6 +740,36 @@ def test_logs_are_collected_after_a_fault_of_the_index(
         store.ledgers.remove(ledger)
     collector.run_round(ForcedRound(major=False, minor=False))
     assert len(logs) > 1
+    assert not [path for path in logs if path.exists()]
+    storage.close()
+
+
+@pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
+@pytest.mark.parametrize("step", ["collect", "compact"])
+def test_a_log_outlives_its_ledgers_map(
+    tmp_path: Path, store: Cluster, storage_class: str, step: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The map has no checksum: one flipped bit hides a ledger."""
+    storage, collector, ledgers, logs = filled(tmp_path, store, storage_class)
+    for path in logs:
+        data = path.read_bytes()
+        at = int.from_bytes(data[8:16], "big")
+        path.write_bytes(data[:at] + data[at:].replace((4).to_bytes(8, "big"), (1028).to_bytes(8, "big")))
+    store.ledgers.remove(ledgers[0])
+    if step == "collect":
+        store.ledgers.remove(ledgers[2])
+    for _ in range(2):
+        collector.run_round(ForcedRound(major=step == "compact", minor=False))
+        for ledger in ledgers[1 : 2 if step == "collect" else 3]:
+            for entry_id in range(40):
+                assert bytes(storage.read_entry(ledger, entry_id))
+    lacking = f"Entry log {logs[0]} has entries of ledgers that its damaged ledgers map lacks: 4"
+    assert caplog.text.count(lacking) == 1
+    assert not logs[0].exists() or step == "collect", "the second round compacts it"
+    for ledger in ledgers[1:]:
+        if step == "compact" or ledger == ledgers[1]:
+            store.ledgers.remove(ledger)
+    collector.run_round(ForcedRound(major=False, minor=False))
     assert not [path for path in logs if path.exists()]
     storage.close()
 
