@@ -13,6 +13,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,7 @@ from bkctl.repair.index_contents import (
     RepairFindings,
     decide_ledger_data,
     header_data,
+    later_lac,
     read_journals,
     read_log_ledgers,
     size_of,
@@ -54,9 +56,9 @@ _ENTRIES_AT_ONCE: Final = 1024
 class RegeneratedIndex:
     """The index file of one ledger at `path`: the numbers of the new file, and the backup of the old one (None: none).
 
-    `entries_before` is None without a readable old file. `entries_saved` of the entries are behind damage in a log,
-    or in a missing part: only the old index knows them. `fence_guessed`: the ledger is fenced because no source says
-    otherwise.
+    `entries_before` counts those of all old files, None without a readable one. `entries_saved` of the entries are
+    behind damage in a log, or in a missing part: only the old index knows them. `fence_guessed`: the ledger is fenced
+    because no source says otherwise.
     """
 
     ledger: LedgerId
@@ -118,8 +120,10 @@ class Regeneration(IndexRepair):
     dead: list[LedgerId] = field(init=False, default_factory=list)
     _rows: dict[LedgerId, RegeneratedIndex] = field(init=False, default_factory=dict)
     _data: dict[LedgerId, LedgerData] = field(init=False, default_factory=dict)
-    #: Readable old index files; they differ from `path` after an interrupted relocation.
-    _old: dict[LedgerId, Path] = field(init=False, default_factory=dict)
+    #: Old index files besides the first, which a bookie uses.
+    _further: dict[LedgerId, list[Path]] = field(init=False, default_factory=dict)
+    #: Readable old index files.
+    _old: defaultdict[LedgerId, list[Path]] = field(init=False, default_factory=partial(defaultdict, list))
 
     def __post_init__(self) -> None:
         self._buildings = {current: current / f"{INDEX}{UNFINISHED_SUFFIX}" for current in self._layout.index_dirs}
@@ -134,10 +138,12 @@ class Regeneration(IndexRepair):
         directories = self._layout.index_dirs
         facts = read_journals(self._layout.journal_dirs, self.findings, self._progress)
         with BookieIndexes(BookieDirectories(index_dirs=directories)) as indexes:
-            paths = {ledger: first for ledger, _, first in first_files(indexes)}
+            paths: defaultdict[LedgerId, list[Path]] = defaultdict(list)
+            for ledger, file, _ in first_files(indexes):
+                paths[ledger].append(file.path)
         in_logs = self._ledgers_in_logs() if ledgers is None or not paths.keys() >= set(ledgers) else set()
         if scope_id is not None:
-            paths = {ledger: path for ledger, path in paths.items() if ledger.scope_id == scope_id}
+            paths = defaultdict(list, {ledger: each for ledger, each in paths.items() if ledger.scope_id == scope_id})
             in_logs = {ledger for ledger in in_logs if ledger.scope_id == scope_id}
         chosen = sorted(paths.keys() | in_logs if ledgers is None else set(ledgers))
         if ledgers is None and self._metadata is None and (unlisted := in_logs - paths.keys()):
@@ -149,10 +155,10 @@ class Regeneration(IndexRepair):
         for ledger in chosen:
             if ledger not in paths and ledger not in in_logs and ledger not in facts:
                 raise NotFound(f"Ledger {ledger} has neither an index file nor entries in this bookie")
-            old_path = paths.get(ledger)
-            path = old_path or directories[ledger.value % len(directories)] / index_path(ledger)
+            new_path = directories[ledger.value % len(directories)] / index_path(ledger)
+            path, *further = paths.get(ledger, [new_path])
             row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
-            old = None if old_path is None else self._old_header(row, path)
+            old = self._old_header(row, paths.get(ledger, []))
             decided = decide_ledger_data(old, facts.get(ledger), self.known(ledger), old_is_complete=False)
             if decided is None:
                 self.dead.append(ledger)
@@ -163,6 +169,7 @@ class Regeneration(IndexRepair):
             if not key:
                 self.without_key.append(ledger)
                 continue
+            self._further[ledger] = further
             self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
             self._rows[ledger] = row
         if ledgers is not None and self.without_key:
@@ -176,16 +183,28 @@ class Regeneration(IndexRepair):
         logs = [log for scoped in (False, True) for log in self._layout.logs(scoped=scoped)]
         return set().union(*(read_log_ledgers(log, RepairFindings()) for log in logs))
 
-    def _old_header(self, row: RegeneratedIndex, path: Path) -> LedgerData | None:
-        try:
-            with LedgerIndexReader.open(path) as reader:
-                data = header_data(reader)
-                row.entries_before = sum(1 for _ in reader.locations())
-        except (Corrupt, TruncatedRecord, Unsupported) as error:
-            self.findings.notes.append(str(error))
-            return None
-        self._old[row.ledger] = path
-        return data
+    def _old_header(self, row: RegeneratedIndex, paths: Iterable[Path]) -> LedgerData | None:
+        """Return what the headers of a ledger's old files say together; None without a readable one."""
+        merged = None
+        for path in paths:
+            try:
+                with LedgerIndexReader.open(path) as reader:
+                    data = header_data(reader)
+                    row.entries_before = (row.entries_before or 0) + sum(1 for _ in reader.locations())
+            except (Corrupt, TruncatedRecord, Unsupported) as error:
+                self.findings.notes.append(str(error))
+                continue
+            self._old[row.ledger].append(path)
+            if merged is not None:
+                packet = (
+                    later_lac(merged.explicit_lac or None, data.explicit_lac)
+                    if data.explicit_lac
+                    else merged.explicit_lac
+                )
+                key = merged.master_key if any(merged.master_key) else data.master_key
+                data = LedgerData(True, merged.fenced or data.fenced, key, packet)
+            merged = data
+        return merged
 
     def build(self) -> None:
         """Read the logs and build the index files beside the old ones; in a dry run only count."""
@@ -196,7 +215,7 @@ class Regeneration(IndexRepair):
                 place.mkdir(DIRECTORY_MODE)
             target = IndexFileBuilder(list(self._buildings.values()))
             for ledger, data in self._data.items():
-                target.add(ledger, data, self._layout.index_dirs.index(self._current_of(self._rows[ledger])))
+                target.add(ledger, data, self._layout.index_dirs.index(self._current_of(self._rows[ledger].path)))
         homes = self._layout.ledger_dirs
         for scoped in (False, True):
             wanted = {ledger for ledger in self._rows if ledger.is_scoped == scoped}
@@ -224,15 +243,16 @@ class Regeneration(IndexRepair):
     def _old_entries(self, ledgers: list[LedgerId]) -> Iterator[IndexedEntry]:
         """Yield the entries of the old index."""
         for ledger in ledgers:
-            with LedgerIndexReader.open(self._old[ledger]) as old:
-                for entry_id, location in old.locations():
-                    yield ledger, entry_id, location
+            for path in self._old[ledger]:
+                with LedgerIndexReader.open(path) as old:
+                    for entry_id, location in old.locations():
+                        yield ledger, entry_id, location
 
-    def _current_of(self, row: RegeneratedIndex) -> Path:
-        return next(current for current in self._layout.index_dirs if current in row.path.parents)
+    def _current_of(self, path: Path) -> Path:
+        return next(current for current in self._layout.index_dirs if current in path.parents)
 
     def _built(self, row: RegeneratedIndex) -> Path:
-        return self._buildings[self._current_of(row)] / index_path(row.ledger)
+        return self._buildings[self._current_of(row.path)] / index_path(row.ledger)
 
     def swap(self) -> None:
         """Move the new index files into place, and the old ones to the backups."""
@@ -242,7 +262,7 @@ class Regeneration(IndexRepair):
             sync_tree(building, self._files)
         changed: dict[Path, None] = {}
         for row in self._rows.values():
-            current, new = self._current_of(row), self._built(row)
+            current, new = self._current_of(row.path), self._built(row)
             self._files.make_directory(row.path.parent)
             if row.path.exists():
                 backup = backups[current] / row.path.relative_to(current)
@@ -253,6 +273,12 @@ class Regeneration(IndexRepair):
             else:
                 self._files.rename(new, row.path)
             changed[row.path.parent] = None
+            for path in self._further[row.ledger]:
+                current = self._current_of(path)
+                backup = backups[current] / path.relative_to(current)
+                self._files.make_directory(backup.parent)
+                self._files.rename(path, backup)
+                changed.update(dict.fromkeys((path.parent, backup.parent)))
         for directory in changed:
             self._files.sync_directory(directory)
 

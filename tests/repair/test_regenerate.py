@@ -216,6 +216,21 @@ def test_a_leftover_of_a_relocation_counts_as_the_old_file(bookie: Bookie) -> No
     assert said(path) == Said(KEY, True, PACKET, places)
 
 
+def test_files_of_one_ledger_in_two_directories_become_one(tmp_path: Path) -> None:
+    bookie, other = Bookie(tmp_path), Bookie(tmp_path / "other")
+    places = bookie.log(0, A, 0, 1)
+    lost = {2: entry_log.pack_location(1, 2000), 3: entry_log.pack_location(1, 3000)}
+    first, second = bookie.index(A, places | {2: lost[2]}), other.index(A, {1: 99} | lost, fenced=True)
+    layout = find_layout(BookieDirectories([bookie.journal_dir], [bookie.ledger_dir, other.ledger_dir]))
+    content = second.read_bytes()
+    (row,) = regenerate(layout, [A]).indexes
+    assert (row.path, row.entries, row.entries_before, row.entries_saved) == (first, 4, 6, 2)
+    assert said(first) == Said(KEY, True, PACKET, places | lost)
+    assert not second.exists()
+    (backup,) = other.current.glob(f"index.backup-*/{index.index_path(A)}")
+    assert backup.read_bytes() == content
+
+
 def test_entries_behind_damage_are_taken_from_the_old_file(bookie: Bookie) -> None:
     places = bookie.log(0, A, *range(10))
     path = bookie.index(A, places | {11: places[2] + 4})
