@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,6 +173,20 @@ class StorageFile(Closing):
         self.close()
 
 
+def open_regular(path: Path, flags: int) -> int:
+    """Open a regular file and return its descriptor; do not wait for the other end of a pipe.
+
+    Raises OSError: IsADirectoryError, or ENXIO, which a socket has too, for any other kind of file.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    code = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
+    raise OSError(code, os.strerror(code), str(path))
+
+
 def skip_hole(fd: int, offset: int) -> int | None:
     """Return `offset`, or the next offset with data if the file has a hole there; None when no data follows.
 
@@ -209,12 +224,12 @@ class Files:
 
         With `create`, a symbolic link is refused (ELOOP): the owner of a directory could plant one for root to follow.
         """
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_NOFOLLOW if create else 0)
-        return StorageFile(path, os.open(path, flags, FILE_MODE))
+        flags = os.O_RDWR | (os.O_CREAT | os.O_NOFOLLOW if create else 0)
+        return StorageFile(path, open_regular(path, flags))
 
     def open_to_read(self, path: Path) -> StorageFile:
         """Open `path` for reading."""
-        return StorageFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return StorageFile(path, open_regular(path, os.O_RDONLY))
 
     def make_directory(self, path: Path, *, unsynced: dict[Path, None] | None = None) -> None:
         """Create `path` and its missing parents, each name durable in its parent.

@@ -95,6 +95,13 @@ def test_created_files_never_follow_a_planted_link(tmp_path: Path) -> None:
     assert not planted.exists()
 
 
+def test_opening_does_not_wait_for_the_other_end_of_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "1.log")
+    for open_file in (Files().open, Files().open_to_read):
+        with pytest.raises(OSError, match=r"1\.log"):
+            open_file(tmp_path / "1.log")
+
+
 def test_atomic_write_replaces_the_whole_content(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"old")

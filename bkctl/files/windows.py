@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
-from bkctl.disk import Closing, data_of, skip_hole
+from bkctl.disk import Closing, data_of, open_regular, skip_hole
 from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
 
 WINDOW_SIZE_BYTES: Final = 1 << 20
@@ -30,21 +29,15 @@ class FileReader(Closing):
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.name = name = str(path)
+        self.name = str(path)
         self._fd = -1
         try:
-            # Do not wait for a pipe without a writer.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            mode = os.fstat(self._fd).st_mode
+            self._fd = open_regular(self.path, os.O_RDONLY)
         except OSError as error:
-            raise _file_error(error, self.name) from error
+            irregular = UsageError(f"{path} is not a regular file")
+            raise irregular if error.errno == errno.ENXIO else _file_error(error, self.name) from error
         except ValueError as error:
             raise UsageError(f"{self.name!r} is not a file name") from error
-        if not stat.S_ISREG(mode):
-            self.close()
-            raise UsageError(
-                f"{name} is a directory, a file is needed" if stat.S_ISDIR(mode) else f"{name} is not a regular file"
-            )
         try:
             self._begin()
         except BkctlError:
@@ -151,6 +144,8 @@ def _file_error(error: OSError | OverflowError, name: str) -> BkctlError:
         if os.path.islink(name):  # no bookie deleted it, so readers must not skip it
             return BkctlError(f"{name} is a link to a missing file")
         return NotFound(f"{name} does not exist")
+    if isinstance(error, IsADirectoryError):
+        return UsageError(f"{name} is a directory, a file is needed")
     return BkctlError(f"{name} cannot be read: {error.strerror or error}")
 
 
