@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bkctl.bookie.checkpoints import NoSpaceForCheckpoint
-from bkctl.bookie.collector_metadata import USAGE_BUCKETS, CollectorMetadata, UnindexedLedgers, shown
+from bkctl.bookie.collector_metadata import USAGE_BUCKETS, CollectorMetadata, UnindexedLedgers
+from bkctl.columns import some_of
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, UsageError
@@ -226,9 +227,8 @@ class EntryLogCollector:
         if hidden:
             log.error(
                 "Entry log %s has entries of ledgers that its damaged ledgers map lacks: %s. The log stays",
-                entry_log.path,
-                shown(hidden),
-            )
+                entry_log.path, some_of(hidden, 10),
+            )  # fmt: skip
         return not hidden
 
     # --- logs without ledgers ----------------------------------------------------------------------------------------
