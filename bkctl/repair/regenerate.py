@@ -56,7 +56,7 @@ _ENTRIES_AT_ONCE: Final = 1024
 class RegeneratedIndex:
     """The index file of one ledger at `path`: the numbers of the new file, and the backup of the old one (None: none).
 
-    `entries_before` counts those of all old files, None without a readable one. `entries_saved` of the entries are
+    `entries_before` is a sum over all old files, None without a readable one. `entries_saved` of the entries are
     behind damage in a log, or in a missing part: only the old index knows them. `fence_guessed`: the ledger is fenced
     because no source says otherwise.
     """
