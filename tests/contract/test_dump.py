@@ -16,6 +16,7 @@ from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, LedgerId
+from bkctl.metadata.admin.check import orphans
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import (
     ClusterSource,
@@ -281,6 +282,21 @@ def test_nuke_refuses_foreign_nodes_in_the_root(cluster_uri: str) -> None:
         with pytest.raises(Conflict, match="brokers"):
             nuke(cluster)
         assert cluster.store.get("brokers") is not None
+
+
+@pytest.mark.parametrize("kind", ["zookeeper", "etcd"])
+@pytest.mark.parametrize("name", ["ledgers", "cookies"])
+def test_nuke_refuses_a_root_with_another_cluster_in_it(request: pytest.FixtureRequest, kind: str, name: str) -> None:
+    server = request.getfixturevalue(kind)
+    uri = server.metadata_uri(server.new_root())
+    with open_cluster(uri, create=True) as mistaken, open_cluster(f"{uri}/{name}", create=True) as real:
+        fill(real, [LedgerId(0, 5)])
+        with pytest.raises(Conflict, match=f"do not belong to a cluster: {name}"):
+            nuke(mistaken)
+        assert [(each.path, each.removable) for each in orphans(mistaken)][-1] == (name, False)
+        assert list(real.ledgers.ledgers()) == [LedgerId(0, 5)]
+        nuke(real)
+        assert mistaken.store.get(mistaken.places.layout) is not None
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unauthorized
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, is_bookie_id
-from bkctl.metadata.admin.nuke import CLUSTER_NODE
+from bkctl.metadata.admin.nuke import foreign_nodes
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import LEDGERS, SCOPES, VersionedMetadata
@@ -213,9 +213,8 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
             if unreadable:
                 message += f" ({unreadable:,} ledgers cannot be read)"
             yield Orphan("unused-cookie", f"cookies/{bookie_id}", None, 1, False, message)
-    for name in store.children("") or ():
-        if not CLUSTER_NODE.fullmatch(name):
-            yield Orphan("unknown-node", name, None, _count(store, name), False, "No part of a BookKeeper cluster")
+    for name in foreign_nodes(cluster, store.children("") or ()):
+        yield Orphan("unknown-node", name, None, _count(store, name), False, "No part of this BookKeeper cluster")
 
 
 def remove_orphans(cluster: Cluster, orphans: Iterable[Orphan]) -> None:

@@ -6,7 +6,7 @@ Source: ZKRegistrationManager.nukeExistingCluster, AbstractZkLedgerManagerFactor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -19,14 +19,14 @@ from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import delete_if_present, names_in
 
-#: Names of a cluster's nodes in its root: Apache's, ours, and the directories of every layout's ledgers.
-CLUSTER_NODE: Final = re.compile(
-    "available|cookies|LAYOUT|INSTANCEID|underreplication|idgen|idgen-long|ID-?[0-9]*|disableHealthCheck|scopes"
-    "|[0-9]{2,3}|L[0-9]{10,19}"  # the tree of each layout on ZooKeeper
-    "|ledgers|sequences"  # SQLite
-    "|layout|instanceid|bookies|writable|readonly|buckets|hierarchical",  # etcd
-    re.ASCII,
-)
+#: Names of a cluster's nodes in its root: Apache's and ours in every kind of store, then what each kind adds.
+_NODES: Final = "available|cookies|LAYOUT|INSTANCEID|underreplication|idgen|idgen-long|ID-?[0-9]*|disableHealthCheck"
+_NODES_OF: Final = {
+    "zk": "scopes|[0-9]{2,3}|L[0-9]{10,19}",  # the tree of each layout
+    "hbase": "ledgers",
+    "sqlite": "ledgers|sequences|bookies",
+    "etcd": "ledgers|layout|instanceid|bookies|writable|readonly|buckets|hierarchical",
+}
 _DEPTH_MAX: Final = 64
 _CONCURRENCY: Final = 16
 _BATCH_SIZE: Final = 1000
@@ -75,13 +75,21 @@ def _refuse(cluster: Cluster) -> list[str]:
             f"{len(registered):,} bookies are registered in {cluster.store.name}: {some_of(registered)}",
             hint="stop every bookie first",
         )
-    unknown = [name for name in names if not CLUSTER_NODE.fullmatch(name)]
-    if unknown:
+    if unknown := foreign_nodes(cluster, names):
         raise Conflict(
             f"{cluster.uri} also holds nodes that do not belong to a cluster: {some_of(unknown)}",
             hint="check the path at the end of the metadata URI",
         )
     return names
+
+
+def foreign_nodes(cluster: Cluster, names: Collection[str]) -> list[str]:
+    """Return the `names` of nodes in the root that belong to no cluster, or are the root of another one."""
+    own = re.compile(f"{_NODES}|{_NODES_OF[cluster.location.driver]}", re.ASCII)
+    roots = [name for name in names if not name.startswith("L")]  # A flat layout has every ledger in the root.
+    found = cluster.store.get_many(f"{name}/{cluster.places.instance_id}" for name in roots)
+    nested = {name for name, inner in zip(roots, found, strict=True) if inner is not None}
+    return [name for name in names if name in nested or not own.fullmatch(name)]
 
 
 def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) -> int:
