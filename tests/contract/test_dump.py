@@ -229,6 +229,32 @@ def test_import_keeps_a_missing_instance_id(tmp_path: Path) -> None:
         assert target.layout() == source.layout()
 
 
+@pytest.mark.parametrize("manager", ["flat", "hierarchical"])
+def test_of_two_imports_into_one_empty_store_the_slower_is_refused(
+    zookeeper_uri: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manager: str
+) -> None:
+    uri = zookeeper_uri(manager)
+    with (
+        open_cluster(f"sqlite://{tmp_path}/a.db", create=True) as first,
+        open_cluster(f"sqlite://{tmp_path}/b.db", create=True) as second,
+        open_cluster(uri) as target,
+        open_cluster(uri) as same,
+    ):
+        fill(first, [LedgerId(0, 5)])
+        fill(second, [LedgerId(0, 6)])
+
+        def init_later(cluster: Cluster, **how: Any) -> bool:
+            """Create the cluster after another import has done so."""
+            monkeypatch.undo()
+            copy(first, same)
+            return init_cluster(cluster, **how)
+
+        monkeypatch.setattr("bkctl.metadata.admin.dump.importing.init_cluster", init_later)
+        with pytest.raises(Conflict, match=f"is the cluster {first.instance_id()}, not {second.instance_id()}"):
+            prepare_target(target, ClusterSource(second))
+        assert list(target.ledgers.ledgers()) == [LedgerId(0, 5)]
+
+
 def test_second_import_finishes_an_interrupted_one(cluster_uri: str, tmp_path: Path) -> None:
     with (
         open_cluster(f"sqlite://{tmp_path}/source.db", create=True) as source,

@@ -54,12 +54,14 @@ def prepare_target(target: Cluster, source: DumpSource, *, dry_run: bool = False
     """Create the cluster of `source` in `target` where there is none yet.
 
     Keeps the instance id, since bookies' cookies name it, and the LAYOUT where the target's URI allows; else the LAYOUT
-    is the URI's. Raises Conflict, before a write, if `target` is another cluster or cannot hold every ledger.
+    is the URI's. Raises Conflict, before a record is written, if `target` is another cluster or cannot hold a ledger.
     """
     plan = _plan(target, source.header)
     _refuse_unheld_ledgers(target, source, target.ledger_manager(plan.layout).id_max)
     if plan.is_new and not dry_run:
         init_cluster(target, instance_id=source.header.instance_id, layout=plan.layout)
+        # Another command may have created a cluster meanwhile, with its own id and LAYOUT.
+        return prepare_target(target, source)._replace(is_new=True)
     return plan
 
 
