@@ -205,6 +205,8 @@ def replace_bookie(
         if pace is not None:
             pace.take()
         outcome = _replace_in(cluster, ledger, old, new)
+        if outcome.problem is None and not outcome.fragment_count:
+            continue  # Another command replaced the bookie since the read.
         changed += outcome.problem is None
         yield outcome
 

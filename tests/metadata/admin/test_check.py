@@ -192,6 +192,19 @@ def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Clust
         )
 
 
+def test_ledger_that_another_command_changed_meanwhile_is_not_counted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_later(ledger: LedgerId) -> Any:
+        monkeypatch.undo()
+        assert next(replace_bookie(cluster, "b0:3181", "b9:1")).ledger == ledger
+        return cluster.ledgers.read(ledger)
+
+    monkeypatch.setattr(cluster.ledgers, "read", read_later)
+    done = list(replace_bookie(cluster, "b0:3181", "b9:1", limit=1))
+    assert [(each.ledger, each.fragment_count) for each in done] == [(SCOPED, 2)]
+
+
 def test_health_reports_bookies_and_replication(cluster: Cluster, tmp_path: Path) -> None:
     cluster.bookies.unregister("b0:3181")
     cluster.bookies.register("b1:3181", INFO, True)
