@@ -563,11 +563,14 @@ def nuke_cluster(
             f"The cluster in {run.cluster.uri} has another instance id: {plan.instance_id}",
             hint="check the metadata URI",
         )
+    if plan.foreign_scopes:
+        run.out.note(
+            "Scoped ledgers that are not counted would be lost, too, and no backup holds them: 'bkctl metadata check' "
+            "says why"
+        )
     if run.dry_run:
         run.out.show(plan, NUKE_COLUMNS)
         return
-    if plan.foreign_scopes:
-        run.out.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
     kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
     loss = (
         f"All metadata of the cluster {plan.instance_id} in {run.cluster.uri} would be lost: "

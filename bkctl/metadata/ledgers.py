@@ -160,6 +160,10 @@ class StoredLedgerIds(ABC):
         """
         return "ours"
 
+    def unlisted(self) -> list[str]:
+        """Return the nodes with ledgers that no listing of all scopes has: `scopes` of another cluster."""
+        return [SCOPES] if self.scopes_state() == "foreign" else []
+
     def new_ledger_id(self, scope_id: int = 0) -> LedgerId:
         """Return an id for a new ledger: from the store's own sequence in scope 0, else random.
 

@@ -57,6 +57,7 @@ def export(
 
     The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
     metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
+    Exit code 3 if ledgers are left out, as after a loss of INSTANCEID.
 
     $ bkctl metadata export -f cluster.ndjson
     """
@@ -70,9 +71,23 @@ def export(
             if run.out.given_output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
             write_export(source, run.out.raw, activity.step)
-            return
-        exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
-    run.out.show(PlainRow(file=file, instance_id=source.header.instance_id, exported=exported), EXPORTED_COLUMNS)
+        else:
+            exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
+    if file != "-":
+        run.out.show(PlainRow(file=file, instance_id=source.header.instance_id, exported=exported), EXPORTED_COLUMNS)
+    _finish_complete(run, source)
+
+
+def _note_left_out(run: Run, source: ClusterSource) -> int:
+    """Say which nodes with ledgers are not copied; return their number."""
+    left_out = source.left_out()
+    run.out.error(*(f"The ledgers at {path} are left out: 'bkctl metadata check' says why" for path in left_out))
+    return len(left_out)
+
+
+def _finish_complete(run: Run, source: ClusterSource) -> None:
+    """End with exit code 3 if ledgers were left out."""
+    run.out.finish_with(_note_left_out(run, source), "node with ledgers is left out", "nodes with ledgers are left out")
 
 
 IMPORTED_COLUMNS = Columns(
@@ -298,6 +313,7 @@ def migrate(
     run.out.error(*(f"{name}: {_WHERE['differs']}" for name in differing[:NAMES_SHOWN_MAX]))
     differences = len(differing) if run.dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
+    differences += _note_left_out(run, source)
     between = f"between {run.cluster.uri} and {target.uri}"
     run.out.finish_with(differences, f"difference {between}", f"differences {between}")
 
@@ -331,6 +347,7 @@ def _show_planned(run: Run, source: ClusterSource) -> None:
     with run.job.working("Counting"):
         counts = Counter(record.kind for record in source.records())
     show_imported(run, ImportSummary(counts))
+    _finish_complete(run, source)
 
 
 _WHERE = {

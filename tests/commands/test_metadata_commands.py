@@ -478,6 +478,27 @@ def test_undo_restores_only_bookies_that_have_the_entries(
     assert cli("ledger", "verify", "--ledger-scope-id", scope_id, ledger.ledger_id).code == 0
 
 
+@pytest.mark.parametrize("value", [None, b"other"], ids=["lost", "changed"])
+def test_copies_say_that_scoped_ledgers_are_left_out(
+    cli: Cli, store: Cluster, zookeeper: Any, tmp_path: Path, value: bytes | None
+) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    with open_cluster(uri, create=True) as cluster:
+        for ledger in (LedgerId(0, 5), LedgerId(7, 5)):
+            cluster.ledgers.create(ledger, store.ledgers.read(ledger).metadata)
+        cluster.store.delete("INSTANCEID")
+        if value is not None:
+            cluster.store.put("INSTANCEID", value, NEW)
+    export, target = ("metadata", "export", "-u", uri, "-f"), f"sqlite://{tmp_path}/target.db"
+    migrate = ("metadata", "migrate", "-u", uri, "--to", target)
+    for words in ((*export, tmp_path / "x"), (*export, "-"), (*migrate, "--dry-run"), migrate, (*migrate, "--dry-run")):
+        done = cli(*words)
+        assert done.code == 3
+        assert "The ledgers at scopes are left out: 'bkctl metadata check' says why" in done.err
+    assert (tmp_path / "x").exists()
+    assert cli(*export, tmp_path / "y", 5).code == 0
+
+
 def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:
     rows = cli("metadata", "scopes", "-o", "json").json
     assert [(row["ledgerScopeId"], row["ledgerCount"]) for row in rows] == [("0", 2), ("7", 1)]

@@ -15,12 +15,15 @@ from bkctl.metadata.admin.nuke import foreign_nodes
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import LEDGERS, SCOPES, VersionedMetadata
-from bkctl.metadata.store import MetadataStore, attempt, names_in
+from bkctl.metadata.store import MetadataStore, Versioned, attempt, names_in
 from bkctl.metadata.underreplication import UNDERREPLICATION, LedgerMarks, mark_path
 
 #: Older ledgers in recovery count as stuck.
 IN_RECOVERY_AGE_S_MAX: Final = 24 * 3600
 _INVALID_NAME: Final = "Its name is invalid, so commands leave it out; remove it with the store's own client"
+
+
+_FOREIGN_SCOPES: Final = f"{SCOPES} names another instance id: the cluster was formatted, or INSTANCEID is lost"
 
 
 class MetadataFinding(NamedTuple):
@@ -50,8 +53,8 @@ def check_metadata(
     cluster.layout()
     manager = cluster.ledgers
     yield from _check_cookies(cluster)
-    if manager.scopes_state() == "foreign":
-        yield MetadataFinding("foreign-scopes", SCOPES, None, "The scopes tree belongs to a cluster that was formatted")
+    for path in manager.unlisted():
+        yield MetadataFinding("foreign-scopes", path, None, _FOREIGN_SCOPES)
     bookies = _BookieLookup(cluster)
     yield from _check_marks(cluster, scope_id)
     now_ms = time.time_ns() // 1_000_000
@@ -190,10 +193,7 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
     cluster.layout()
     store, manager = cluster.store, cluster.ledgers
     if manager.scopes_state() == "foreign":
-        yield Orphan(
-            "foreign-scopes", SCOPES, None, _count(store, SCOPES), True,
-            "Scoped ledgers of a cluster that was formatted; this cluster cannot read their entries",
-        )  # fmt: skip
+        yield Orphan("foreign-scopes", SCOPES, None, _count(store, SCOPES), _is_formatted(cluster), _FOREIGN_SCOPES)
     marked = (ledger for ledger, _ in LedgerMarks(store).list(None))
     for ledger, found in manager.read_many(marked):
         if isinstance(found, LedgerNotFound) and not (ledger.is_scoped and manager.scopes_state() != "ours"):
@@ -215,6 +215,15 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
             yield Orphan("unused-cookie", f"cookies/{bookie_id}", None, 1, False, message)
     for name in foreign_nodes(cluster, store.children("") or ()):
         yield Orphan("unknown-node", name, None, _count(store, name), False, "No part of this BookKeeper cluster")
+
+
+def _is_formatted(cluster: Cluster) -> bool:
+    """Return whether the scopes tree names another cluster than the bookies: else INSTANCEID may be lost or damaged."""
+    scopes = cluster.store.get(SCOPES)
+    found = [attempt(cluster.cookies.read, bookie_id) for bookie_id in cluster.cookies.list()]
+    if any(isinstance(each, BkctlError) for each in found) or scopes is None or not cluster.instance_id():
+        return False
+    return all((each.value.instance_id or "").encode() != scopes.value for each in found if isinstance(each, Versioned))
 
 
 def remove_orphans(cluster: Cluster, orphans: Iterable[Orphan]) -> None:

@@ -169,6 +169,21 @@ def test_scopes_that_the_cluster_took_since_the_listing_stay(zookeeper: Any) -> 
         assert list(cluster.ledgers.ledgers(7)) == [SCOPED]
 
 
+@pytest.mark.parametrize("value", [None, b"other"], ids=["lost", "changed"])
+def test_scopes_that_a_cookie_of_this_cluster_names_are_not_removable(zookeeper: Any, value: bytes | None) -> None:
+    with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
+        cluster.ledgers.create(SCOPED, GOOD)
+        cookie = Cookie("b0:3181", ("/j",), ("/l",), instance_id=cluster.instance_id())
+        if value is not None:
+            cluster.cookies.write("b0:3181", cookie, NEW)
+        cluster.store.delete("INSTANCEID")
+        if value is not None:
+            cluster.store.put("INSTANCEID", value, NEW)
+        assert [(each.code, each.removable) for each in orphans(cluster) if each.path == SCOPES] == [
+            ("foreign-scopes", False)
+        ]
+
+
 def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Cluster) -> None:
     clash = GOOD._replace(ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),))
     cluster.ledgers.create(LedgerId(0, 6), clash)

@@ -278,7 +278,7 @@ class ExportFile(DumpSource):
 class ClusterSource(DumpSource):
     """The present records of a cluster, or with `ledgers` only the metadata of these ledgers.
 
-    Scoped ledgers that another cluster left (`scopes_state` "foreign") are left out.
+    Ledgers that no listing has (`left_out`) are left out.
     """
 
     def __init__(self, cluster: Cluster, ledgers: Sequence[LedgerId] | None = None) -> None:
@@ -310,6 +310,10 @@ class ClusterSource(DumpSource):
         if self._ledgers is not None:
             return (each for each in self._ledgers if each > ledger)
         return self._cluster.ledgers.ledgers(None, ledger)
+
+    def left_out(self) -> list[str]:
+        """Return the nodes with ledgers that `records` leaves out, although all were asked for."""
+        return self._cluster.ledgers.unlisted() if self._ledgers is None else []
 
     def _stored(self, kind: str, keys: Iterable[str]) -> Iterator[DumpRecord]:
         records, asked = tee(DumpRecord(kind, key, b"") for key in keys)
