@@ -272,7 +272,7 @@ class LedgerMarks(UnderreplicationLayout):
         Unsupported for a later layout.
         """
         self.check()
-        places, asked = tee(self._places(scope_id))
+        places, asked = tee(self.places(scope_id))
         values = chain.from_iterable(self.store.get_batches(path for path, _ in asked))
         for (path, ledger), found in zip(places, values, strict=True):
             if found is not None:
@@ -296,14 +296,14 @@ class LedgerMarks(UnderreplicationLayout):
 
     def has_marks(self, scope_id: int | None = None) -> bool:
         """Return whether a ledger of the scope (None: of any scope) is marked."""
-        return next(self._places(scope_id), None) is not None
+        return next(self.places(scope_id), None) is not None
 
     def ids(self, *, scoped: bool) -> Iterator[LedgerId]:
         """Yield the ids of marked ledgers of scope 0, or with `scoped` of all other scopes, ascending.
 
         The marks themselves are not read.
         """
-        return (ledger for _, ledger in self._places(None if scoped else 0) if ledger.is_scoped == scoped)
+        return (ledger for _, ledger in self.places(None if scoped else 0) if ledger.is_scoped == scoped)
 
     def get(self, ledger: LedgerId) -> UnderreplicatedLedger | None:
         """Return the ledger's mark, None for an unmarked ledger. Raises Corrupt, naming the node."""
@@ -376,7 +376,7 @@ class LedgerMarks(UnderreplicationLayout):
         places = ((f"{base}/ledgers", True), (f"{base}/locks", True), (DISABLE, False))
         return watch_all(self.store.watch(path, callback, children=children) for path, children in places)
 
-    def _places(self, scope_id: int | None) -> Iterator[tuple[str, LedgerId]]:
+    def places(self, scope_id: int | None) -> Iterator[tuple[str, LedgerId]]:
         """Yield the path and ledger of each mark, by ascending ledger id."""
         if scope_id in (None, 0):
             for directory, _, names in walk_levels(self.store, f"{UNDERREPLICATION}/ledgers", (_HEX_4,) * 4):

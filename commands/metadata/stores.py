@@ -429,8 +429,8 @@ def list_orphans(
     node_count = sum(each.node_count for each in removable)
     run.consent.confirm(f"{counted(node_count, 'node')} would be removed from {run.cluster.uri}")
     with run.job.working("Removing", left="removed nodes stay removed: run the command again to continue"):
-        remove_orphans(run.recorded, removable)
-    run.out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
+        count = remove_orphans(run.recorded, removable)
+    run.out.note(f"{count:,} of {len(found):,} orphans were removed")
     run.out.finish_with(
         len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first"
     )

@@ -194,10 +194,13 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
     store, manager = cluster.store, cluster.ledgers
     if manager.scopes_state() == "foreign":
         yield Orphan("foreign-scopes", SCOPES, None, _count(store, SCOPES), _is_formatted(cluster), _FOREIGN_SCOPES)
-    marked = (ledger for ledger, _ in LedgerMarks(store).list(None))
-    for ledger, found in manager.read_many(marked):
+    marks = LedgerMarks(store)
+    marks.check()
+    marked, asked = tee(marks.places(None))
+    read = manager.read_many(ledger for _, ledger in asked)
+    for (path, ledger), (_, found) in zip(marked, read, strict=True):
         if isinstance(found, LedgerNotFound) and not (ledger.is_scoped and manager.scopes_state() != "ours"):
-            yield Orphan("orphaned-mark", mark_path(ledger), ledger, 1, True, "Marked as under-replicated, but deleted")
+            yield Orphan("orphaned-mark", path, ledger, 1, True, "Marked as under-replicated, but deleted")
     down = {bookie.bookie_id for bookie in cluster.bookies.list() if bookie.state == "down"}
     if down:
         unreadable = 0
@@ -226,18 +229,23 @@ def _is_formatted(cluster: Cluster) -> bool:
     return all((each.value.instance_id or "").encode() != scopes.value for each in found if isinstance(each, Versioned))
 
 
-def remove_orphans(cluster: Cluster, orphans: Iterable[Orphan]) -> None:
-    """Remove removable orphans, and all nodes below them. Raises Conflict if scopes are the cluster's by now."""
-    store = cluster.store
+def remove_orphans(cluster: Cluster, orphans: Iterable[Orphan]) -> int:
+    """Remove removable orphans, and all nodes below them; return the number of orphans that still existed.
+
+    Raises Conflict if scopes are the cluster's by now.
+    """
+    store, count = cluster.store, 0
     for orphan in orphans:
         if orphan.path == SCOPES and cluster.ledgers.scopes_state() == "ours":
             raise Conflict(f"{SCOPES} has ledgers of this cluster by now, and stays", hint="list the orphans again")
+        # The directories of a mark are its own.
+        prune = 0 if orphan.ledger is None else 8 if orphan.ledger.is_scoped else 4
         for path in _leaves_first(store, orphan.path):
             found = store.get(path)
-            if found is not None and orphan.ledger is not None:
-                LedgerMarks(store).remove(orphan.ledger, found.version)
-            elif found is not None:
-                store.delete(path, found.version)
+            if found is not None:
+                store.delete(path, found.version, prune=prune)
+                count += path == orphan.path
+    return count
 
 
 def _leaves_first(store: MetadataStore, path: str, depth: int = 0) -> Iterator[str]:

@@ -20,7 +20,7 @@ from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.ledgers import SCOPES
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, LedgerMarks
+from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, LedgerMarks, mark_path
 
 BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 GOOD = LedgerMetadata(
@@ -155,6 +155,17 @@ def test_orphans_are_listed_and_removable_ones_removed(cluster: Cluster) -> None
     for each in found[:2]:
         remove_orphans(cluster, [each])
     assert [ledger for ledger, _ in marks.list(None)] == [SCOPED]
+
+
+@pytest.mark.parametrize("ledger", [LedgerId(0, 77), LedgerId(7, 77)], ids=str)
+def test_mark_in_the_directory_of_another_ledger_is_removed_where_it_is(cluster: Cluster, ledger: LedgerId) -> None:
+    wrong = mark_path(LedgerId(ledger.scope_id, 1)).rpartition("/")[0] + "/" + mark_path(ledger).rpartition("/")[2]
+    cluster.store.put(wrong, b"", NEW)
+    found = list(orphans(cluster))
+    assert [each.path for each in found] == [wrong]
+    assert [remove_orphans(cluster, found) for _ in range(2)] == [1, 0]
+    assert list(orphans(cluster)) == []
+    assert cluster.store.get(wrong.rpartition("/")[0]) is None  # parents left empty
 
 
 def test_scopes_that_the_cluster_took_since_the_listing_stay(zookeeper: Any) -> None:
