@@ -189,7 +189,7 @@ def _fits(node: Node, match: str | None, contains: str | None) -> bool:
 
 UNDONE_COLUMNS = Columns(
     Column("NODE", "path", "path"),
-    Column("OUTCOME", "outcome", "outcome", style={"restored": GREEN, "changed": RED, "moved": RED}),
+    Column("OUTCOME", "outcome", "outcome", style={"restored": GREEN, "changed": RED, "moved": RED, "refused": RED}),
     Column("SIZE BEFORE", "sizeBefore", "size_bytes", Kind.SIZE),
     key="path",
 )
@@ -227,10 +227,10 @@ def undo_command(
 ) -> None:
     """Undo a command, from the undo file that it wrote.
 
-    Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
-    and the exit code is 3. Undoing leaves an undo file, too, so --last twice restores what the command changed, but not
-    after an undo that did not end: undo FILE again continues that. Restored nodes have a new creation time: the age of
-    a ledger (--min-age) begins again unless its metadata has the time.
+    Restores the nodes that the command changed, the last change first. A node that was changed since, or that the store
+    refuses to change, is left unchanged, and the exit code is 3. Undoing leaves an undo file, too, so --last twice
+    restores what the command changed, but not after an undo that did not end: undo FILE again continues that. Restored
+    nodes have a new creation time: the age of a ledger (--min-age) begins again unless its metadata has the time.
 
     An undo file belongs to the store that was changed, not to a copy that 'metadata migrate' or import made; the order
     of the hosts in the URI does not matter. Another store is refused.
@@ -284,10 +284,8 @@ def undo_command(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "
             "lack entries, or may; 'bkctl bookies drain' and a bookie's id moves entries away from it again"
         )
-    run.out.finish_with(
-        outcomes["changed"] + outcomes["moved"], "node was left unchanged: it was changed since, or its ledger moved",
-        "nodes were left unchanged: they were changed since, or their ledgers moved",
-    )  # fmt: skip
+    left = outcomes["changed"] + outcomes["moved"] + outcomes["refused"]
+    run.out.finish_with(left, "node was left unchanged, see OUTCOME", "nodes were left unchanged, see OUTCOME")
 
 
 def _asking_bookies(run: Run) -> LacksEntries:

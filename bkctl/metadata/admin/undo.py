@@ -256,7 +256,8 @@ class UndoneChange(NamedTuple):
     """One undone change of a node or a file.
 
     `outcome` is "restored", "already" (it has the former value), "changed" (it has another value since), "shared" (the
-    node belongs to the whole cluster, and stays) or "moved" (a ledger whose entries other bookies have now; it stays).
+    node belongs to the whole cluster, and stays), "moved" (a ledger whose entries other bookies have now; it stays) or
+    "refused" (this user may not change the node).
     """
 
     path: str
@@ -460,7 +461,10 @@ def _undo_node(
         place = check_path(name)
     except UsageError as error:
         raise Corrupt(f"{where}: {error.message}") from error
-    found = store.get(place)
+    size = None if before is None else len(before)
+    found = attempt(store.get, place)
+    if isinstance(found, BkctlError):
+        return UndoneChange(place, "refused", size)
     outcome = _outcome(None if found is None else found.value, before, after)
     if outcome == "restored" and before is None and _is_shared(place):
         outcome = "shared"
@@ -475,7 +479,9 @@ def _undo_node(
                 store.put(place, before, NEW if found is None else found.version)
         except (Conflict, NotFound):  # Changed meanwhile, or has children since.
             outcome = "changed"
-    return UndoneChange(place, outcome, None if before is None else len(before))
+        except Unauthorized:
+            outcome = "refused"
+    return UndoneChange(place, outcome, size)
 
 
 def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile | None) -> UndoneChange:

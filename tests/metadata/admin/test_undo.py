@@ -346,6 +346,29 @@ def test_changes_of_a_user_without_access_are_void_unless_they_may_be_made(
     assert (kept.count, (tmp_path / "undo").exists()) == ((0, False) if changed_nothing else (3, True))
 
 
+def test_node_that_the_store_refuses_stops_no_other(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, put = tmp_path / "undo", cluster.store.put
+    with UndoFile(path, cluster, []) as kept:
+        for name in "abc":
+            put(name, b"1", NEW)
+            kept.recorded().store.put(name, b"2", 0)
+
+    def refuse(path: str, value: bytes, expected: int | None) -> int:
+        if path != "b":
+            return put(path, value, expected)
+        error = Unauthorized("No access")
+        error.changed_nothing = True
+        raise error
+
+    monkeypatch.setattr(cluster.store, "put", refuse)
+    with UndoFile(tmp_path / "redo", cluster, []) as redo:
+        done = [(each.path, each.outcome) for each in undo(cluster, path, redo=redo)]
+    assert done == [("c", "restored"), ("b", "refused"), ("a", "restored")]
+    assert redo.count == 2
+
+
 def test_undoing_can_be_undone(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "VERSION"
     with UndoFile(tmp_path / "undo", cluster, []) as kept:
