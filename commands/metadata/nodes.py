@@ -252,7 +252,7 @@ def undo_command(
     $ bkctl metadata undo --list
     $ bkctl metadata undo --last --dry-run
     """
-    from bkctl.metadata.admin.undo import end_undos, list_undo_files, undo
+    from bkctl.metadata.admin.undo import describe_undo_file, end_undos, list_undo_files, undo
 
     given = [name for name, is_given in (("FILE", file), ("--last", last), ("--list", list_files)) if is_given]
     if not given:
@@ -284,8 +284,13 @@ def undo_command(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "
             "lack entries, or may; 'bkctl bookies drain' and a bookie's id moves entries away from it again"
         )
+    described = describe_undo_file(path)
+    is_cut = described is not None and described.is_cut
+    if is_cut:
+        run.out.error(f"The end of {path} is missing: its command was killed, or the file was cut and lacks changes")
     left = outcomes["changed"] + outcomes["moved"] + outcomes["refused"]
     run.out.finish_with(left, "node was left unchanged, see OUTCOME", "nodes were left unchanged, see OUTCOME")
+    run.out.finish_with(is_cut, "undo file without its end")
 
 
 def _asking_bookies(run: Run) -> LacksEntries:

@@ -383,6 +383,16 @@ def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Clu
     assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == "5\n"
 
 
+def test_undo_of_a_cut_file_says_so(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    undo = tmp_path / "undo"
+    assert cli("ledger", "delete", 5, 6, "--yes", "--undo", undo).code == 0
+    undo.write_bytes(b"".join(undo.read_bytes().splitlines(keepends=True)[:2]))
+    for mode, outcome in (("--dry-run", "restored"), ("--yes", "restored"), ("--yes", "already")):
+        done = cli("metadata", "undo", undo, mode, "-o", "json")
+        assert (done.code, [row["outcome"] for row in json.loads(done.out)]) == (3, [outcome])
+        assert f"The end of {undo} is missing" in done.err
+
+
 def change_before(method: str, path: str, value: bytes, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write `value` to `path` right before a command's first call of the store's `method` about it."""
     original = getattr(SqliteStore, method)

@@ -3,17 +3,20 @@
 An undo file is ndjson. The first line describes it, each other line is one change, in the order they were made:
 
     {"format": "bkctl-undo", "version": 1, "time": …, "host": …, "command": […], "metadataUri": …, "store": …,
-     "instanceId": …}
+     "instanceId": …, "counted": true}
     {"path": "cookies/b:3181", "before": "<base64>", "after": null}
     {"file": "/data/current/VERSION", "before": null, "after": "<base64>"}
+    {"changes": 2}
 
 `path` is a node below the cluster's root, `file` the file of a cookie on this host; `before` and `after` are its value,
 null where it does not exist. Each line is written before its change, so the last lines may describe changes that never
 happened. `{"void": PATH}` says that the last change of that node was refused. The file of an undo names the file that
-it undoes as `undoes` in its first line, and ends with `{"end":true}` unless the undo did not end.
+it undoes as `undoes` in its first line, and has `{"end":true}` behind its changes unless the undo did not end.
+
+`changes` counts the changes without the refused ones, and is missing where the command was killed.
 
 A file belongs to one store, named by `store` (`MetadataUri.identity`): a copy of a cluster has the same instance id.
-Older files have no `store`, and the creation of shared nodes among their changes.
+Older files have no `store`, neither `counted` nor `changes`, and the creation of shared nodes among their changes.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ FORMAT: Final = "bkctl-undo"
 VERSION: Final = 1
 #: Two values in base64 and a path.
 LINE_SIZE_BYTES_MAX: Final = 3 * VALUE_SIZE_BYTES_MAX
-#: The last line of the file of an undo that has ended.
+#: A line of the file of an undo that has ended.
 _END: Final = b'{"end":true}\n'
 #: More nodes than commands read ahead of their changes.
 _READ_COUNT_MAX: Final = 1024
@@ -129,6 +132,7 @@ class UndoFile(Closing):
             "metadataUri": self._cluster.uri,
             "store": self._cluster.identity,
             "instanceId": self._cluster.instance_id(),
+            "counted": True,
             **({} if self.undoes is None else {"undoes": str(self.undoes.absolute())}),
         }
         make_private_directory(path.parent)
@@ -145,7 +149,7 @@ class UndoFile(Closing):
     def _write(self, fields: dict[str, Any]) -> None:
         assert self._file is not None
         data = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-        start = os.lseek(self._file, 0, os.SEEK_CUR)
+        start = os.lseek(self._file, 0, os.SEEK_END)  # `end_undos` may have written here.
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -156,18 +160,19 @@ class UndoFile(Closing):
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Sync the file to disk; a second call does nothing."""
+        """Write the number of changes, and sync the file to disk; a second call does nothing."""
         if self._file is not None:
-            file, self._file = self._file, None
             try:
                 if self.count:
-                    os.fsync(file)
+                    self._write({"changes": self.count})
+                    os.fsync(self._file)
                 else:
                     os.unlink(str(self.path))
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             finally:
-                os.close(file)
+                os.close(self._file)
+                self._file = None
 
 
 class _RecordedStore:
@@ -269,7 +274,8 @@ class UndoneChange(NamedTuple):
 class UndoFileSummary(NamedTuple):
     """An undo file by its first line. `change_count` counts its changes.
 
-    `continues` is the undo file to name to continue an undo that did not end, whose changes these are.
+    `continues` is the undo file to name to continue an undo that did not end, whose changes these are. `is_cut`: the
+    end is missing, because the command was killed, or the file was cut.
     """
 
     path: Path
@@ -281,6 +287,7 @@ class UndoFileSummary(NamedTuple):
     instance_id: str | None
     change_count: int
     continues: str | None = None
+    is_cut: bool = False
 
     def is_of(self, cluster: Cluster, *, moved: bool = False) -> bool:
         """Return whether the store of `cluster` is the one that was changed; with `moved`, at another URI now."""
@@ -298,7 +305,7 @@ def list_undo_files(directory: Path) -> list[UndoFileSummary]:
         paths = sorted(directory.iterdir())
     except FileNotFoundError:
         return []
-    found = (_summary(path) for path in paths if path.is_file())
+    found = (describe_undo_file(path) for path in paths if path.is_file())
     # The first line has whole seconds only.
     known = (each for each in found if each is not None)
     return sorted(known, key=lambda each: (each.time or "", each.path.stat().st_mtime_ns, each.path))
@@ -315,7 +322,8 @@ def end_undos(directory: Path, path: Path) -> None:
                         file.write(_END)
 
 
-def _summary(path: Path) -> UndoFileSummary | None:
+def describe_undo_file(path: Path) -> UndoFileSummary | None:
+    """Return the summary of an undo file, None for another file. Raises OSError."""
     with open(path, "rb") as file:
         try:
             header = _parse(file.readline(LINE_SIZE_BYTES_MAX), str(path))
@@ -323,11 +331,16 @@ def _summary(path: Path) -> UndoFileSummary | None:
             return None
         if header.get("format") != FORMAT:
             return None
-        count, line = 0, b""
+        count, is_ended, is_cut = 0, False, header.get("counted") is True
         for line in iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b""):
-            count += -1 if line.startswith(b'{"void"') else line != _END
-    found = _described(path, header, count)
-    return found._replace(continues=None) if line == _END else found
+            if line == _END:
+                is_ended = True
+            elif line.startswith(b'{"changes"'):
+                is_cut = False
+            else:
+                count += -1 if line.startswith(b'{"void"') else 1
+    found = _described(path, header, count)._replace(is_cut=is_cut)
+    return found._replace(continues=None) if is_ended else found
 
 
 def _described(path: Path, header: dict[str, Any], count: int) -> UndoFileSummary:
@@ -356,9 +369,9 @@ def undo(
 
     Nodes changed since stay unchanged ("changed"). So do ledgers whose entries a command moved, since the bookies of
     before may have deleted their copies, and those whose bookies of before say that they lack entries ("moved").
-    Memory grows by 8 bytes a change. Raises Conflict for an undo file
-    of another store, or with changes of files of another host; Corrupt for another kind of file, Unsupported for a
-    later version, OSError, and the store's errors.
+    Memory grows by 8 bytes a change, in a dry run by the values. Raises before the first change: Conflict for an undo
+    file of another store, or with changes of files of another host; Corrupt for another kind of file, and for damaged
+    or missing lines; Unsupported for a later version. Raises OSError, and the store's errors.
     """
     with open(path, "rb") as file:
         header = _parse(file.readline(LINE_SIZE_BYTES_MAX), f"{path}: line 1")
@@ -382,18 +395,31 @@ def undo(
             return ledger is not None and lacks_entries is not None and lacks_entries(ledger, *changed)
 
         starts = array("q")
-        at = file.tell()
+        at, count = file.tell(), 0
         while line := file.readline(LINE_SIZE_BYTES_MAX):
             if not line.endswith(b"\n"):
                 if len(line) == LINE_SIZE_BYTES_MAX:
                     raise Corrupt(f"{path}: the line at byte {at} is longer than {LINE_SIZE_BYTES_MAX} bytes")
                 break  # An incomplete line of a killed command: its change was never made.
+            where = f"{path}: the line at byte {at}"
+            fields = _parse(line, where)
+            if isinstance(fields.get("void"), str):
+                count -= 1
+            elif "changes" in fields:
+                if fields["changes"] != count:
+                    raise Corrupt(f"{path} has {count} of {fields['changes']} changes: lines are missing or damaged")
+            elif fields.get("end") is not True:
+                _change_in(fields, where)
+                count += 1
+                if "file" in fields and described.host != os.uname().nodename:
+                    raise Conflict(f"{where} changes a file of {described.host}", hint="run it on that host")
             starts.append(at)
             at += len(line)
         store = cluster.store
         if redo is not None:
             redo.undoes, store = path, redo.recorded().store
         refused: Counter[str] = Counter()
+        planned: dict[str, bytes | None] | None = {} if dry_run else None
         for start in reversed(starts):
             file.seek(start)
             fields = _parse(file.readline(LINE_SIZE_BYTES_MAX), f"{path}: the line at byte {start}")
@@ -402,14 +428,10 @@ def undo(
                 refused[voided] += 1
             elif refused.get(name := str(fields.get("path"))):
                 refused[name] -= 1
-            elif fields.get("end") is True:
-                continue
-            elif "file" not in fields:
-                yield _undo_node(store, fields, where, dry_run, is_moved)
-            elif described.host != os.uname().nodename:
-                raise Conflict(f"{where} changes a file of {described.host}", hint="run it on that host")
-            else:
-                yield _undo_file(fields, where, dry_run, redo)
+            elif "path" in fields:
+                yield _undo_node(store, fields, where, planned, is_moved)
+            elif "file" in fields:
+                yield _undo_file(fields, where, planned, redo)
 
 
 def _of_another_store(file: UndoFileSummary, cluster: Cluster) -> Conflict:
@@ -454,23 +476,22 @@ def _ledger_at(cluster: Cluster, place: str) -> LedgerId | None:
 
 
 def _undo_node(
-    store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool, is_moved: IsMoved
+    store: MetadataStore, fields: dict[str, Any], where: str, planned: dict[str, bytes | None] | None, is_moved: IsMoved
 ) -> UndoneChange:
-    name, before, after = _change_in(fields, "path", where)
-    try:
-        place = check_path(name)
-    except UsageError as error:
-        raise Corrupt(f"{where}: {error.message}") from error
+    """Undo the change of a node; in a dry run, note its value in `planned` instead, for its earlier changes."""
+    place, before, after = _change_in(fields, where)
     size = None if before is None else len(before)
     found = attempt(store.get, place)
     if isinstance(found, BkctlError):
         return UndoneChange(place, "refused", size)
-    outcome = _outcome(None if found is None else found.value, before, after)
+    outcome = _outcome((planned or {}).get(place, None if found is None else found.value), before, after)
     if outcome == "restored" and before is None and _is_shared(place):
         outcome = "shared"
     elif outcome == "restored" and is_moved(place, before, after):
         outcome = "moved"
-    elif outcome == "restored" and not dry_run:
+    elif outcome == "restored" and planned is not None:
+        planned[place] = before
+    elif outcome == "restored":
         try:
             if before is None:
                 assert found is not None
@@ -484,18 +505,15 @@ def _undo_node(
     return UndoneChange(place, outcome, size)
 
 
-def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile | None) -> UndoneChange:
-    name, before, after = _change_in(fields, "file", where)
+def _undo_file(
+    fields: dict[str, Any], where: str, planned: dict[str, bytes | None] | None, redo: UndoFile | None
+) -> UndoneChange:
+    name, before, after = _change_in(fields, where)
     file = Path(name)
-    if file.name != COOKIE_NAME:
-        for value in (before, after):
-            if value is not None:  # who edits an undo file must not have other files written
-                Cookie.parse(value, f"{where}: {name}")
-    try:
-        outcome = _outcome(_content(file), before, after)
-    except ValueError as error:  # a character that no name has
-        raise Corrupt(f"{where} names no file") from error
-    if outcome == "restored" and not dry_run:
+    outcome = _outcome((planned or {}).get(name, _content(file)), before, after)
+    if outcome == "restored" and planned is not None:
+        planned[name] = before
+    elif outcome == "restored":
         if redo is not None:
             redo.record_file(file, before)
         if before is None:
@@ -505,12 +523,26 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
     return UndoneChange(name, outcome, None if before is None else len(before))
 
 
-def _change_in(fields: dict[str, Any], kind: str, where: str) -> tuple[str, bytes | None, bytes | None]:
+def _change_in(fields: dict[str, Any], where: str) -> tuple[str, bytes | None, bytes | None]:
     """Return the name, the value before and the value after of a change of a "path" or a "file". Raises Corrupt."""
-    name = fields.get(kind)
-    if not isinstance(name, str) or not name or (kind == "file" and not os.path.isabs(name)):
-        raise Corrupt(f"{where} names no {'node' if kind == 'path' else 'file'}")
-    return name, _decode(fields, "before", where), _decode(fields, "after", where)
+    kind = "file" if "file" in fields else "path"
+    name, before, after = fields.get(kind), _decode(fields, "before", where), _decode(fields, "after", where)
+    try:
+        if not isinstance(name, str) or not name or (kind == "file" and not os.path.isabs(name)):
+            raise ValueError(name)
+        if kind == "path":
+            check_path(name)
+        elif b"\0" in os.fsencode(name):
+            raise ValueError(name)
+    except UsageError as error:
+        raise Corrupt(f"{where}: {error.message}") from error
+    except ValueError as error:
+        raise Corrupt(f"{where} names no {'node' if kind == 'path' else 'file'}") from error
+    if kind == "file" and Path(name).name != COOKIE_NAME:
+        for value in (before, after):
+            if value is not None:  # who edits an undo file must not have other files written
+                Cookie.parse(value, f"{where}: {name}")
+    return name, before, after
 
 
 def _outcome(value: bytes | None, before: bytes | None, after: bytes | None) -> str:

@@ -18,7 +18,7 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict,
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.undo import UndoFile, end_undos, list_undo_files, undo
+from bkctl.metadata.admin.undo import UndoFile, describe_undo_file, end_undos, list_undo_files, undo
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoveryState
@@ -56,11 +56,10 @@ def test_undo_restores_the_last_change_first(cluster: Cluster, tmp_path: Path) -
     header = json.loads(path.read_bytes().splitlines()[0])
     assert (header["format"], header["version"], header["command"]) == ("bkctl-undo", 1, ["bkctl", "x"])
     assert (header["metadataUri"], header["instanceId"]) == (cluster.uri, cluster.instance_id())
-    assert [outcome for _, outcome in outcomes(cluster, path, dry_run=True)].count("restored") == 3
+    restored = [(name, "restored") for name in ("n/made", "n/deleted", "n/changed", "n/changed")]
+    assert outcomes(cluster, path, dry_run=True) == restored
     assert value(cluster, "n/changed") == b"2"
-    assert outcomes(cluster, path) == [
-        ("n/made", "restored"), ("n/deleted", "restored"), ("n/changed", "restored"), ("n/changed", "restored"),
-    ]  # fmt: skip
+    assert outcomes(cluster, path) == restored
     assert [value(cluster, f"n/{name}") for name in ("made", "deleted", "changed")] == [None, b"", b"\x00\xff"]
 
 
@@ -213,15 +212,49 @@ def test_undo_skips_a_truncated_last_line(cluster: Cluster, tmp_path: Path) -> N
     with UndoFile(path, cluster, []) as kept:
         kept.record("a", None, b"1")
         kept.record("b", None, b"1")
-    path.write_bytes(path.read_bytes()[:-5])
+    path.write_bytes(path.read_bytes()[: -len('{"changes":2}\n') - 5])
     assert outcomes(cluster, path) == [("a", "already")]
+
+
+def test_undo_file_that_lacks_its_end_is_cut(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    kept = UndoFile(path, cluster, [])
+    kept.record("a", None, b"1")
+    killed = path.read_bytes()
+    kept.record("b", None, b"1")
+    kept.record("c", None, b"1")
+    kept.void("c")
+    kept.close()
+    whole = path.read_bytes()
+    earlier = whole.replace(b',"counted":true', b"").removesuffix(b'{"changes":2}\n')
+    for data, is_cut in ((whole, False), (whole + b'{"end":true}\n', False), (killed, True), (earlier, False)):
+        path.write_bytes(data)
+        found = describe_undo_file(path)
+        assert found is not None
+        assert (found.is_cut, found.change_count) == (is_cut, 1 if data == killed else 2)
+        assert outcomes(cluster, path)[-1] == ("a", "already")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b"damage\n", b'{"path":"/","before":null,"after":null}\n'])
+def test_damaged_or_missing_line_is_found_before_anything_is_undone(
+    cluster: Cluster, tmp_path: Path, damage: bytes
+) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, []) as kept:
+        for name in "abc":
+            kept.recorded().store.put(name, b"1", NEW)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
+    with pytest.raises(Corrupt):
+        outcomes(cluster, path)
+    assert [value(cluster, name) for name in "abc"] == [b"1"] * 3
 
 
 def test_undo_files_of_other_clusters_and_versions_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "undo"
     with UndoFile(path, cluster, []) as kept:
         kept.record("a", None, b"1")
-    header, line = path.read_bytes().splitlines(keepends=True)
+    header, line, _ = path.read_bytes().splitlines(keepends=True)
     fields = json.loads(header)
     for changes, error in (
         ({"instanceId": "other"}, Conflict), ({"version": 2}, Unsupported), ({"format": "x"}, Corrupt),
@@ -431,9 +464,9 @@ def test_undo_file_belongs_to_one_store_not_to_copies_of_its_cluster(cluster: Cl
     with open_cluster(f"sqlite://{link}") as same:
         assert outcomes(same, path, dry_run=True) == [("n", "restored")]
     old = tmp_path / "old"  # of a release that wrote no `store`
-    header, line = path.read_text().splitlines()
+    header, line, _ = path.read_text().splitlines()
     fields = json.loads(header)
-    del fields["store"]
+    del fields["store"], fields["counted"]
     old.write_text(json.dumps(fields) + f"\n{line}\n")
     unnamed = tmp_path / "unnamed"
     unnamed.write_text(json.dumps(fields | {"metadataUri": None}) + f"\n{line}\n")
