@@ -161,7 +161,7 @@ class StoredLedgerIds(ABC):
         return "ours"
 
     def unlisted(self) -> list[str]:
-        """Return the nodes with ledgers that no listing of all scopes has: `scopes` of another cluster."""
+        """Return nodes with ledgers that no listing has: `scopes` of another cluster, a ledger of each other layout."""
         return [SCOPES] if self.scopes_state() == "foreign" else []
 
     def new_ledger_id(self, scope_id: int = 0) -> LedgerId:

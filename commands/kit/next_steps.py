@@ -86,6 +86,7 @@ STEPS: Final[Mapping[str, Mapping[str, Next]]] = {
         "misplaced": Next("bkctl ledger locate {ledger}", "it shows the bookies and racks of each fragment"),
         "stuck-in-recovery": Next("bkctl ledger recover {ledger}", "it decides the end of the ledger, and closes it"),
         "foreign-scopes": Next("bkctl metadata orphans", "it shows what the formatted cluster left"),
+        "other-layout": Next("bkctl metadata layout", "it shows the layout in use, which is not that of this ledger"),
         "invalid-name": Next("bkctl metadata tree", "it shows the node; the store's own client removes it"),
         "unparsable-cookie": Next("bkctl cookie list", "it names the bookie; 'bkctl cookie update' writes a new one"),
         "cookie-of-another-cluster": Next("bkctl cookie list", "it names the bookie, which will not start again"),

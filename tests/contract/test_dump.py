@@ -16,7 +16,7 @@ from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.metadata.admin.check import orphans
+from bkctl.metadata.admin.check import check_metadata, orphans
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import (
     ClusterSource,
@@ -323,6 +323,33 @@ def test_nuke_refuses_a_root_with_another_cluster_in_it(request: pytest.FixtureR
         assert list(real.ledgers.ledgers()) == [LedgerId(0, 5)]
         nuke(real)
         assert mistaken.store.get(mistaken.places.layout) is not None
+
+
+@pytest.mark.parametrize(
+    ("made", "other", "left"),
+    [
+        ("longhierarchical", "hierarchical", ["000/0000/0000/0000/L0005"]),
+        ("hierarchical", "longhierarchical", ["00/0000/L0005"]),
+        ("flat", "hierarchical", ["L0000000005"]),
+        ("hierarchical", "flat", ["00/0000/L0005", "000/0001/0995/1162/L7779"]),
+    ],
+)
+def test_ledgers_of_another_layout_than_the_stored_one_are_found(
+    zookeeper_uri: Callable[[str], str], made: str, other: str, left: list[str]
+) -> None:
+    with open_cluster(zookeeper_uri("null")) as cluster:
+        layouts = [new_layout(cluster.location._replace(manager_type=each)) for each in (made, other)]
+        init_cluster(cluster, layout=layouts[0])
+        for number in [5, 6, *([LONG_IDS[1]] if made == "hierarchical" else [])]:
+            cluster.ledgers.create(LedgerId(0, number), metadata(number))
+        assert cluster.ledgers.unlisted() == []
+        cluster.store.put("LAYOUT", layouts[1].serialize(), None)
+        with open_cluster(cluster.uri) as wrong:
+            assert wrong.ledgers.unlisted() == ClusterSource(wrong).left_out() == left
+            found = [each.path for each in check_metadata(wrong) if each.code == "other-layout"]
+            assert found == left
+            with pytest.raises(Conflict, match=f"another layout: {left[0]}"):
+                plan_nuke(wrong)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

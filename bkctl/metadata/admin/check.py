@@ -54,7 +54,10 @@ def check_metadata(
     manager = cluster.ledgers
     yield from _check_cookies(cluster)
     for path in manager.unlisted():
-        yield MetadataFinding("foreign-scopes", path, None, _FOREIGN_SCOPES)
+        if path == SCOPES:
+            yield MetadataFinding("foreign-scopes", path, None, _FOREIGN_SCOPES)
+        else:
+            yield MetadataFinding("other-layout", path, None, "A ledger of another layout: LAYOUT is missing or wrong")
     bookies = _BookieLookup(cluster)
     yield from _check_marks(cluster, scope_id)
     now_ms = time.time_ns() // 1_000_000

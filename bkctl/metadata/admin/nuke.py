@@ -16,7 +16,7 @@ from bkctl.errors import Conflict, NotFound
 from bkctl.ids import is_bookie_id
 from bkctl.metadata.admin.overview import scope_counts
 from bkctl.metadata.cluster import COOKIES, Cluster
-from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
+from bkctl.metadata.ledgers import LEDGERS, SCOPES, QualifiedNameLedgerManager
 from bkctl.metadata.store import delete_if_present, names_in
 
 #: Names of a cluster's nodes in its root: Apache's and ours in every kind of store, then what each kind adds.
@@ -79,6 +79,11 @@ def _refuse(cluster: Cluster) -> list[str]:
         raise Conflict(
             f"{cluster.uri} also holds nodes that do not belong to a cluster: {some_of(unknown)}",
             hint="check the path at the end of the metadata URI",
+        )
+    if other := [path for path in cluster.ledgers.unlisted() if path != SCOPES]:
+        raise Conflict(
+            f"{cluster.uri} also holds ledgers of another layout: {_shorten(other)}",
+            hint="'bkctl metadata check' says more",
         )
     return names
 

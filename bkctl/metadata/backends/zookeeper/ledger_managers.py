@@ -114,6 +114,16 @@ class ZooKeeperLedgerManager(LedgerManager):
             return "absent"
         return "ours" if scopes.value == (b"" if instance_id is None else instance_id.value) else "foreign"
 
+    def unlisted(self) -> list[str]:
+        found = super().unlisted()
+        for widths, id_end, path in (((2, 4), _TEN_DIGITS_MAX + 1, _short_path), ((3, 4, 4, 4), 1 << 63, _long_path)):
+            first, end = next((tree[1:] for tree in self._trees if tree[0] == widths), (id_end, id_end))
+            for ids in (next(self._walk_default(widths, *gap, -1), ()) for gap in ((0, first), (end, id_end))):
+                found += [path(ledger.ledger_id) for ledger in ids[:1]]
+        return found + (
+            [name for name in names_in(self.store, "") if _FLAT_LEDGER.fullmatch(name)][:1] if self._trees else []
+        )
+
     def _check_scopes(self) -> bool:
         """Return whether the tree exists. Raises Conflict for another cluster's tree."""
         if not self._has_scopes:
