@@ -454,8 +454,8 @@ class QualifiedNameLedgerManager(LedgerManager):
             if found and found[-1] > end:
                 found = [ledger for ledger in found if ledger <= end]
                 last = ""
-            default_count = bisect_left(found, LedgerId(1, 0))
-            yield from filter(None, (found[:default_count], found[default_count:]))
+            default_count = bisect_left(found, LedgerId(0, I64_MAX + 1))  # Other programs may have written larger ids.
+            yield from filter(None, (found[:default_count], found[bisect_left(found, LedgerId(1, 0)) :]))
             if not last:
                 return
 

@@ -15,7 +15,7 @@ import pytest
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
-from bkctl.ids import I64_MAX, LedgerId
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.check import check_metadata, orphans
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import (
@@ -350,6 +350,25 @@ def test_ledgers_of_another_layout_than_the_stored_one_are_found(
             assert found == left
             with pytest.raises(Conflict, match=f"another layout: {left[0]}"):
                 plan_nuke(wrong)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "etcd", "hbase"])
+def test_id_that_no_ledger_of_scope_0_can_have_is_an_invalid_name(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    uri = f"sqlite://{tmp_path}/m.db"
+    if kind != "sqlite":
+        server = request.getfixturevalue(kind)
+        uri = server.metadata_uri(server.new_root())
+    with open_cluster(uri, create=True) as cluster:
+        fill(cluster, [LedgerId(0, 5), LedgerId(0, I64_MAX), *SCOPED])
+        paths = [cluster.ledgers.path(LedgerId(0, number)) for number in (I64_MAX + 1, U64_MAX)]
+        for path in paths:
+            cluster.store.put(path, metadata(0).serialize(), NEW)
+        assert list(cluster.ledgers.ledgers(None)) == [LedgerId(0, 5), LedgerId(0, I64_MAX), *SCOPED]
+        assert list(cluster.ledgers.ledgers(0)) == [LedgerId(0, 5), LedgerId(0, I64_MAX)]
+        assert [each.path for each in check_metadata(cluster) if each.code == "invalid-name"] == paths
+        assert export_to_file(ClusterSource(cluster), tmp_path / "x").counts["ledger"] == 2 + len(SCOPED)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

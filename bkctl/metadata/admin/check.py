@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise, tee
+from itertools import pairwise, takewhile, tee
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unauthorized
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
-from bkctl.ids import LedgerId, is_bookie_id
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId, is_bookie_id
 from bkctl.metadata.admin.nuke import foreign_nodes
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.ledgers import LEDGERS, SCOPES, VersionedMetadata
-from bkctl.metadata.store import MetadataStore, Versioned, attempt, names_in
+from bkctl.metadata.ledgers import LEDGERS, SCOPES, QualifiedNameLedgerManager, VersionedMetadata
+from bkctl.metadata.store import INVALID_NAMES_MAX, MetadataStore, Versioned, attempt, names_in
 from bkctl.metadata.underreplication import UNDERREPLICATION, LedgerMarks, mark_path
 
 #: Older ledgers in recovery count as stuck.
@@ -47,8 +47,9 @@ def check_metadata(
     `refused`: this user may not read it. `unparsable`: no metadata can be read. `dangling`: names a bookie that is not
     registered and has no cookie. `impossible`: fields contradict each other. `stuck-in-recovery`: for more than a day.
     `misplaced`: as `misplacement` says. Marks, cookies, layout and the `scopes` tree are checked too. `invalid-name`
-    comes last: nodes that commands leave out, because no path can name them, and registrations that are not of a bookie
-    id. Raises NotFound without a cluster, Unreachable. Memory does not grow with the ledgers.
+    comes last: nodes that commands leave out, because no path can name them or no ledger of scope 0 has their id, and
+    registrations that are not of a bookie id. Raises NotFound without a cluster, Unreachable. Memory does not grow with
+    the ledgers.
     """
     cluster.layout()
     manager = cluster.ledgers
@@ -79,6 +80,11 @@ def check_metadata(
         for name in names_in(store, directory):
             if not is_bookie_id(name) and f"{directory}/{name}" != places.read_only:
                 yield MetadataFinding("invalid-name", f"{directory}/{name}", None, _INVALID_NAME)
+    if isinstance(manager, QualifiedNameLedgerManager):
+        after, last = (manager.path(LedgerId(0, number)).removeprefix(f"{LEDGERS}/") for number in (I64_MAX, U64_MAX))
+        names = store.children(LEDGERS, after=after, limit=INVALID_NAMES_MAX) or ()
+        for name in takewhile(last.__ge__, names):
+            yield MetadataFinding("invalid-name", f"{LEDGERS}/{name}", None, _INVALID_NAME)
     deque(store.children_many(("", f"{UNDERREPLICATION}/locks")), 0)
     store.children(LEDGERS, limit=1)  # names before the ledgers, which listings pass over
     for path in store.invalid_names:

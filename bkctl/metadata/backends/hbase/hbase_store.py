@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from typing import Any, Final, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
-from bkctl.ids import U64_MAX, LedgerId
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
 from bkctl.metadata.backends.sessions import PolledWatch, PolledWatches
@@ -276,8 +276,10 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
         last = LedgerId(U64_MAX if scope_id is None else scope_id, U64_MAX).value
         if after is not None:
             first = max(first, after.value + 1)
-        for _, found in groupby(map(LedgerId.from_value, self.store.ledgers(first, last)), lambda each: each.scope_id):
-            while batch := list(islice(found, _BATCH_SIZE)):
+        ids = map(LedgerId.from_value, self.store.ledgers(first, last))
+        # Other programs may have written larger ids in scope 0.
+        for scope, found in groupby(ids, lambda each: each.scope_id or (0 if each.ledger_id <= I64_MAX else None)):
+            while scope is not None and (batch := list(islice(found, _BATCH_SIZE))):
                 yield batch
 
     def scopes(self) -> Iterator[int]:
