@@ -82,7 +82,7 @@ def _refuse(cluster: Cluster) -> list[str]:
         )
     if other := [path for path in cluster.ledgers.unlisted() if path != SCOPES]:
         raise Conflict(
-            f"{cluster.uri} also holds ledgers of another layout: {_shorten(other)}",
+            f"{cluster.uri} also holds ledgers of another layout: {some_of(other)}",
             hint="'bkctl metadata check' says more",
         )
     return names
