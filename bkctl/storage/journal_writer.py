@@ -19,11 +19,11 @@ from typing import TypeAlias
 
 from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.disk import NO_SPACE, Files, StorageFile, names_in
-from bkctl.errors import BookieIOError
+from bkctl.errors import BookieIOError, Corrupt
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
 from bkctl.formats.names import SCOPED_DIRECTORY
-from bkctl.ids import LedgerId
+from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.ledger.ledger_handle import LedgerHandle
 
 
@@ -66,10 +66,15 @@ class JournalWriter:
         """Begin a new journal file, durably. Raises OSError.
 
         On a full disk, `commit` creates the file later. Until then `mark` is the end of the newest file: all of it was
-        replayed, and it stays.
+        replayed, and it stays. Raises Corrupt where a file's name leaves no ids for later files.
         """
         ids = journal_ids(self.directory)
         newest = max([*ids, *journal_ids(self.directory / SCOPED_DIRECTORY), self._journal_id])
+        if newest > I64_MAX // 2:  # Ids are times in milliseconds, and count up.
+            raise Corrupt(
+                f"Journal {formats.file_name(newest)} in {self.directory} leaves no ids for later journals",
+                hint="no bookie names a file so: move the file out of the directory, and start the bookie again",
+            )
         self._journal_id = newest or self._clock_ms()
         try:
             self._open_next()
@@ -77,8 +82,11 @@ class JournalWriter:
             if error.errno not in NO_SPACE:
                 raise
             if ids:
-                with self._files.open_to_read(self.directory / formats.file_name(ids[-1])) as file:
-                    self.mark = LogMark(ids[-1], file.size())
+                with self._files.open(self.directory / formats.file_name(ids[-1])) as file:
+                    # A killed bookie may have left it unsynced, and no power failure may take what a mark names.
+                    file.sync()
+                    self._files.sync_directory(self.directory)
+                    self.mark = LogMark(ids[-1], file.size() if any(file.read(0, formats.HEADER.size)) else 0)
 
     @property
     def is_open(self) -> bool:
@@ -172,7 +180,7 @@ class JournalWriter:
             written()
         if self._sync_data or self._is_sync_due():
             self._sync(file)
-        self.mark = LogMark(self._journal_id, end)
+            self.mark = LogMark(self._journal_id, end)
 
     def _sync(self, file: StorageFile) -> None:
         """Sync; a failure is the journal's, whatever it is: written data is uncertain."""

@@ -19,7 +19,7 @@ from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import BookieIOError, LedgerFenced
+from bkctl.errors import BkctlError, BookieIOError, LedgerFenced
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
@@ -260,6 +260,37 @@ def test_kill_and_then_a_power_failure_lose_nothing(tmp_path: Path, seed: int) -
         except BaseException as error:
             error.add_note(f"seed {seed}, killed at operation {kill_at} of {total}")
             raise
+
+
+@pytest.mark.parametrize("syncs", [True, False], ids=["synced", "unsynced"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_series_of_crashes_leads_to_a_refusal(tmp_path: Path, seed: int, syncs: bool) -> None:
+    """Kills, power failures and full disks, most of them during a start: the next start never finds a journal lost."""
+    for number in range(3):
+        chance, promised = random.Random(f"{seed} {number}"), Acknowledged()
+        (root := tmp_path / f"{number}").mkdir()
+        files = SimulatedFiles(root, seed=seed)
+        for life in range(8):
+            files.crash_at = files.operations + chance.choice((chance.randint(1, 30), chance.randint(1, 300)))
+            files.capacity_bytes = chance.choice((None, None, None, 0, chance.randint(1, 5_000)))
+            config = config_for(root).with_changes(journal_sync_data=syncs, journal_max_size_mb=chance.randint(0, 1))
+            storage = BookieStorage(config, files=files, chance=random.Random(seed))
+            try:
+                storage.open()
+                Workload(storage, chance.randint(0, 99), promised).run(chance.randint(0, 30))
+            except SimulatedCrash:
+                pass
+            except OSError as error:
+                assert error.errno == errno.ENOSPC  # noqa: PT017
+            except BkctlError as error:
+                assert "has no space" in error.message, f"seed {seed} {number}, life {life}"  # noqa: PT017
+            if chance.random() < 0.7:  # else a kill: the next start has what the disk lacks
+                keep = chance.random() if syncs else 0.0  # unsynced groups may leave holes otherwise
+                root = files.crash(tmp_path / f"{number}-{life}", keep=keep, tear=chance.random() < 0.5)
+                files = SimulatedFiles(root, seed=life)
+        storage = BookieStorage(config_for(root), files=SimulatedFiles(root))
+        storage.open()
+        check(storage, promised if syncs else Acknowledged(), torn=True)
 
 
 def test_clean_stop_after_a_journal_that_found_no_space(tmp_path: Path) -> None:

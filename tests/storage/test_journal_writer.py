@@ -16,6 +16,7 @@ from support.simulated_disk import Fault, SimulatedFiles
 from bkctl.config import BookieConfig
 from bkctl.disk import Files, StorageFile
 from bkctl.errors import BookieIOError
+from bkctl.files.journal import read_last_mark
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.journal import file_name, write_header
 from bkctl.formats.layout import Buffer
@@ -110,8 +111,8 @@ def test_journal_leaves_the_page_cache_unless_configured_otherwise(tmp_path: Pat
         assert ("forget" in files.steps) is forgets
 
 
-def test_start_accepts_a_journal_shorter_than_its_mark(tmp_path: Path) -> None:
-    """The mark may stand behind the end of an unsynced journal: what is lost there is in ledger storage."""
+def test_start_accepts_a_journal_without_its_unsynced_groups(tmp_path: Path) -> None:
+    """The mark stays behind the last synced group: what a power failure takes after it is in ledger storage."""
     config = BookieConfig(
         journal_directories=(str(tmp_path / "journal"),),
         ledger_directories=(str(tmp_path / "ledgers"),),
@@ -129,8 +130,10 @@ def test_start_accepts_a_journal_shorter_than_its_mark(tmp_path: Path) -> None:
         storage.add(LEDGER, entry_id, by.master_key, body(entry_id), None)
         flush_journals(storage)
     storage.run_checkpoint()
-    for path in (tmp_path / "journal" / "current").glob("*.txn"):
-        os.truncate(path, 512)
+    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    mark = read_last_mark([tmp_path / "ledgers"])
+    assert mark.offset < path.stat().st_size
+    os.truncate(path, mark.offset)
     storage = BookieStorage(config)
     storage.open()
     assert [bytes(storage.read_entry(LEDGER, entry_id)) for entry_id in range(10)] == list(map(body, range(10)))
