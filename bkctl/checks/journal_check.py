@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, current_of
-from bkctl.files.journal import Behind, JournalReader
+from bkctl.files.journal import Behind, JournalReader, missing_journals
 from bkctl.files.journals import JournalMark, LastMarks, journal_indexes, latest_marks
 from bkctl.files.scan import ScanState
 from bkctl.formats.journal import ALIGNMENT_DEFAULT, VERSION_PADDING, file_name, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
+from bkctl.ids import I64_MAX
 from bkctl.pace import Pace
 
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 
-#: Larger gaps between ids are normal: bookies up to 4.1 named each journal by its time.
-_GAP_MAX: Final = 1000
 _REUSED_HINT: Final = "or the file was reused (journalReuseFiles), and the bytes behind are from its earlier use"
 
 
@@ -88,12 +86,19 @@ def check_journals(
         by_directory.setdefault(path.parent, []).append(path)
     for parent, paths in by_directory.items():
         marks_here = [(path, mark) for path, mark in marked if path.parent.resolve() == parent.resolve()]
+        ids = sorted({found for path in paths if (found := journal_id_of(path.name)) is not None})
+        marked_id = min((mark.mark.journal_id for _, mark in marks_here), default=I64_MAX)
         if files is None:
-            yield from _missing_in(parent, paths, marks_here)
+            yield from _missing_in(marks_here)
+            for journal_id, problem in missing_journals(ids, marked_id):
+                yield JournalCheck(parent / file_name(journal_id), journal_id, problem=problem)
         for path in dict.fromkeys(paths):
             offsets = [mark.mark.offset for marked_path, mark in marks_here if marked_path.name == path.name]
             check = check_journal(path, offsets, digests, pace=pace)
             if check is not None:
+                lacks_header = not 0 < (check.good_end or 0) <= (check.size_bytes or 0)
+                if lacks_header and marked_id < (check.journal_id or 0) < ids[-1]:
+                    check.problem = check.problem or "has no header, but later journals follow: its records may be lost"
                 yield check
 
 
@@ -115,23 +120,12 @@ def _marked_file(directories: BookieDirectories, mark: JournalMark) -> Path | No
     return journals[0] / name if len(journals) == 1 else None
 
 
-def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, JournalMark]]) -> Iterator[JournalCheck]:
-    """Yield a check for each missing file of `parent`: one that `marks` name, or a gap in the ids of `paths`."""
+def _missing_in(marks: list[tuple[Path, JournalMark]]) -> Iterator[JournalCheck]:
+    """Yield a check for each missing file that `marks` name."""
     for path, mark in marks:
         if not path.is_file():
             problem = f"missing, but {mark.file.path} points at its byte {mark.mark.offset}"
             yield JournalCheck(path, mark.mark.journal_id, mark=mark.mark.offset, problem=problem)
-    if not marks:
-        return
-    marked_id = min(mark.mark.journal_id for _, mark in marks)
-    ids = sorted({found for path in paths if (found := journal_id_of(path.name)) is not None})
-    for before, after in pairwise(ids):
-        # Journal ids count up one by one, and a bookie deletes the oldest journals first, up to the mark.
-        if before >= marked_id and 1 < after - before <= _GAP_MAX:
-            names = [file_name(journal_id) for journal_id in range(before + 1, after)]
-            missing = f"{names[0]} is" if len(names) == 1 else f"{names[0]} to {names[-1]} are"
-            problem = f"{missing} missing between {file_name(before)} and {file_name(after)}"
-            yield JournalCheck(parent / names[0], before + 1, problem=problem)
 
 
 def check_journal(
@@ -213,11 +207,10 @@ def _problem(error: BkctlError) -> str:
 def _mark_problem(reader: JournalReader, check: JournalCheck, offset: int, borders: set[int]) -> str | None:
     """Return the problem of a mark at byte `offset`; None if a replay can begin there."""
     assert check.good_end is not None
-    assert check.size_bytes is not None
+    if (lost := reader.mark_problem(offset)) is not None:
+        return lost
     if offset in borders or offset == 0:
         return None
-    if offset > check.size_bytes:
-        return f"the last mark points at byte {offset}, behind its end at byte {check.size_bytes}"
     if offset > check.good_end:
         # Java's replay leaves the mark behind the zeros or the torn record at which it stopped.
         return None if check.error is None else f"the last mark points at byte {offset}, behind the damage"

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
+from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 from sys import maxsize
@@ -47,6 +48,7 @@ from bkctl.formats.journal import (
     VERSION_PADDING,
     VERSION_SCOPED,
     LogMark,
+    file_name,
     header_size,
     journal_id_of,
     last_mark_name,
@@ -65,6 +67,8 @@ from bkctl.formats.record import (
 )
 
 _PADDING_START: Final = RECORD_SIZE.pack(PADDING_MASK)
+#: Larger gaps between ids are normal: bookies up to 4.1 named each journal by its time.
+_GAP_MAX: Final = 1000
 #: Reads of the end of a journal while a bookie writes there.
 _STILL_ATTEMPTS_MAX: Final = 20
 _READ_ON_HINT: Final = "the records before it are undamaged, 'bkctl journal verify' shows what is behind it"
@@ -116,6 +120,20 @@ class JournalReader(FileReader):
     def is_sealed(self) -> bool:
         """Return True if each of the file's groups ends with a seal."""
         return bool(self._tag)
+
+    @property
+    def is_blank(self) -> bool:
+        """Return True if the file has neither a header nor a record: it is empty, or begins with zeros."""
+        return not any(self.read(0, RECORD_SIZE.size))
+
+    def mark_problem(self, offset: int) -> str | None:
+        """Return why the file lost bytes that were on disk when a last mark was set to byte `offset`; None if not."""
+        if offset > self.size():
+            return f"the last mark points at byte {offset}, behind its end at byte {self.size()}"
+        # Java's replay leaves the mark of a file that a crash left without a header behind the first size.
+        if offset >= HEADER.size and self.is_blank:
+            return f"the last mark points at byte {offset}, but it has no header"
+        return None
 
     def records(self, start: int = 0, *, padding: bool = False) -> Iterator[Record]:
         """Yield records in file order from byte `start` (0: just after the header), padding only if asked for.
@@ -547,6 +565,18 @@ class JournalReader(FileReader):
         raise CorruptRecord(
             f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_READ_ON_HINT
         )
+
+
+def missing_journals(journal_ids: Iterable[int], marked_id: int) -> Iterator[tuple[int, str]]:
+    """Yield the first id of each gap in ascending `journal_ids` from the marked one on, and its description.
+
+    Ids count up one by one, and a bookie deletes the oldest journals first, up to the mark.
+    """
+    for before, after in pairwise(journal_ids):
+        if before >= marked_id and 1 < after - before <= _GAP_MAX:
+            first, last = file_name(before + 1), file_name(after - 1)
+            missing = f"{first} is" if first == last else f"{first} to {last} are"
+            yield before + 1, f"{missing} missing between {file_name(before)} and {file_name(after)}"
 
 
 def read_last_mark(dirs: Iterable[Path | str], journal_index: int = 0, journal_count: int = 1) -> LogMark:

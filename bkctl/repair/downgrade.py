@@ -8,7 +8,6 @@ downgrade.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,11 +17,12 @@ from bkctl.disk import Files
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories, FileKind, cookie_at
 from bkctl.files.journal import JournalReader, read_last_mark
-from bkctl.files.journals import files_after_marks
 from bkctl.formats.journal import VERSION_SCOPED, LogMark
 from bkctl.formats.names import COOKIE_NAME, CURRENT, DIRTY_NAME
 from bkctl.repair.holding import hold, log
 from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.journal_writer import journal_ids
+from bkctl.storage.replay import SKIP_HINT, lost_journals
 
 _DB_CLASS: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
 
@@ -120,21 +120,24 @@ def _databases(directories: BookieDirectories) -> list[Path]:
 
 def _plan(directories: BookieDirectories) -> Iterator[Downgraded]:
     journals = [file for file in directories.journals() if not file.scoped]
-    starts = {file.path: 0 for file in journals}
-    with suppress(NotFound):
-        starts = files_after_marks(directories, list(starts))
-    for directory in directories.journal_dirs:
+    for index, directory in enumerate(directories.journal_dirs):
         row = Downgraded(directory / CURRENT, [], 0)
+        mark = read_last_mark(directories.ledger_dirs, index, len(directories.journal_dirs))
+        for problem in lost_journals(row.path, journal_ids(row.path), mark):
+            row.error = row.error or Corrupt(problem, hint=SKIP_HINT)
         for file in journals:
             if file.path.parent != row.path or file.kind is not FileKind.JOURNAL:
                 continue
             with JournalReader.open(file.path) as reader:
+                assert isinstance(file.id, int)
                 if reader.version == VERSION_SCOPED:
-                    assert isinstance(file.id, int)
                     row.journal_ids.append(file.id)
-                if file.path in starts:
+                if file.id >= mark.journal_id:
+                    start = mark.offset if file.id == mark.journal_id else 0
+                    if (lost := reader.mark_problem(start)) is not None:
+                        row.error = row.error or Corrupt(f"{reader.name}: {lost}", hint=SKIP_HINT)
                     try:
-                        row.record_count += sum(map(len, reader.batches(starts[file.path])))
+                        row.record_count += sum(map(len, reader.batches(start)))
                     except (Corrupt, Unsupported) as error:
                         row.error = row.error or error
         yield row

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from google_crc32c import value as _crc32c
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Unsupported
-from bkctl.files.journal import JournalReader, read_last_mark
+from bkctl.files.journal import JournalReader, missing_journals, read_last_mark
 from bkctl.files.scan import ScanState
 from bkctl.formats.entry import ENTRY_V1, HEADER_SIZE_V1, HEADER_SIZE_V2, MASTER_KEY_SIZE, read_lac_header
 from bkctl.formats.journal import PADDING_MASK, SEAL, LogMark, file_name
@@ -38,14 +39,19 @@ _TORN_KEY_ZEROS: Final = 8
 #: A key from this size on can be zeros over a whole sector. Shorter ones share each sector with fields that are not 0.
 _ZERO_KEY_SIZE_MIN: Final = SECTOR_SIZE_BYTES - 2 * RECORD_SIZE.size
 _REPLAYED: Final = frozenset({RecordType.ENTRY, RecordType.FENCE, RecordType.EXPLICIT_LAC})
-_DAMAGE_HINT: Final = "'bkctl journal verify' shows what follows"
+_DAMAGE_HINT: Final = "'bkctl journal verify' describes the damage"
 _LATER_RELEASE_HINT: Final = (
     "Start the release that wrote this journal. If none is later than this one, the byte is damaged: restore the file "
     "from a copy"
 )
-_SKIP_HINT: Final = (
-    "Restore the file from a copy. Or set skipReplayJournalInvalidRecord=true to start without what follows in it; "
-    "then replicate the bookie's ledgers from other replicas"
+SKIP_HINT: Final = (
+    "Restore the file from a copy. Or set skipReplayJournalInvalidRecord=true to start without the entries that are "
+    "lost; then replicate the bookie's ledgers from other replicas"
+)
+_END_OF_LAST: Final = "a crash left the last group of records incomplete, and nothing in it was acknowledged"
+_END_OF_FOLLOWED: Final = (
+    "later journals have records. Unless a crash left the file so, entries that were acknowledged are lost: replicate "
+    "the bookie's ledgers from other replicas"
 )
 
 
@@ -84,14 +90,13 @@ class JournalReplay:
 
     def _replay_journal(self, number: int, directory: Path, mark: LogMark) -> None:
         journals = [journal_id for journal_id in journal_ids(directory) if journal_id >= mark.journal_id]
-        if mark.journal_id > 0 and (not journals or journals[0] != mark.journal_id):
-            raise Corrupt(
-                f"Journal {directory / file_name(mark.journal_id)} is missing, but the last mark names it",
-                hint="entries that were acknowledged may be in it: find it before the bookie starts",
-            )
-        for journal_id in journals:
-            start = mark.offset if journal_id == mark.journal_id else 0
-            self._replay_file(directory / file_name(journal_id), start)
+        for problem in lost_journals(directory, journals, mark):
+            self._skip(Corrupt(problem), "its entries", "may be in it")
+        paths = [directory / file_name(journal_id) for journal_id in journals]
+        last = next((index for index in reversed(range(len(paths))) if _has_records(paths[index])), 0)
+        for index, path in enumerate(paths):
+            start = mark.offset if journals[index] == mark.journal_id else 0
+            self._replay_file(path, start, is_followed=index < last)
             if self.set_aside and number not in self.pins:
                 self.pins[number] = mark
 
@@ -105,8 +110,12 @@ class JournalReplay:
         if len(self.set_aside) > SET_ASIDE_NAMED_MAX:
             log.error("%d more ledgers are set aside", len(self.set_aside) - SET_ASIDE_NAMED_MAX)
 
-    def _replay_file(self, path: Path, start: int) -> None:
+    def _replay_file(self, path: Path, start: int, *, is_followed: bool) -> None:
+        """Replay a journal from byte `start`; `is_followed`: later journals have records."""
         with JournalReader.open(path) as reader:
+            if (problem := reader.mark_problem(start)) is not None:
+                self._skip(Corrupt(f"{reader.name}: {problem}"), "what it lacks", "may be missing from it")
+                start = 0  # the mark itself may be wrong
             try:
                 for record in reader.records(start):
                     try:
@@ -120,18 +129,18 @@ class JournalReplay:
                 # No setting skips it: a later release's entries would be lost by starting an earlier one.
                 raise Unsupported(error.message, hint=_LATER_RELEASE_HINT) from error
             else:
-                if reader.end is ScanState.TORN:
+                if reader.end is ScanState.TORN or (is_followed and reader.is_blank):
                     log.warning(
-                        "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records "
-                        "incomplete, and nothing in it was acknowledged", reader.name, reader.position, reader.size(),
+                        "%s: dropped what follows byte %d, up to byte %d: %s", reader.name, reader.position,
+                        reader.size(), _END_OF_FOLLOWED if is_followed else _END_OF_LAST,
                     )  # fmt: skip
 
-    def _skip(self, error: CorruptRecord, dropped: str) -> None:
-        """Log that invalid records are dropped. Raises Corrupt unless the configuration has them skipped."""
+    def _skip(self, error: Corrupt, dropped: str, at_risk: str = "may follow in this journal") -> None:
+        """Log that records are dropped. Raises Corrupt unless the configuration has invalid ones skipped."""
         if not self._config.skip_replay_journal_invalid_record:
             raise Corrupt(
-                f"{error.message}. Entries that were acknowledged may follow in this journal",
-                hint=f"{error.hint or _DAMAGE_HINT}. {_SKIP_HINT}",
+                f"{error.message}. Entries that were acknowledged {at_risk}",
+                hint=f"{error.hint or _DAMAGE_HINT}. {SKIP_HINT}",
             ) from error
         log.warning("%s: skipReplayJournalInvalidRecord drops %s", error.message, dropped)
 
@@ -251,6 +260,20 @@ class JournalReplay:
         self._storage.table.add(handle, [entry_id], [record_as_added], len(record_as_added))
         handle.lac = max(handle.lac, record.last_add_confirmed)
         self.entry_count += 1
+
+
+def lost_journals(directory: Path, ids: Sequence[int], mark: LogMark) -> Iterator[str]:
+    """Yield which journals of `directory` from the marked one on are missing between its ascending `ids`."""
+    if mark.journal_id > 0:
+        if mark.journal_id not in ids:
+            yield f"Journal {directory / file_name(mark.journal_id)} is missing, but the last mark names it"
+        yield from (f"{directory}: {gap}" for _, gap in missing_journals(ids, mark.journal_id))
+
+
+def _has_records(path: Path) -> bool:
+    with JournalReader.open(path) as reader, suppress(Corrupt, Unsupported):
+        return next(reader.batches(), None) is not None
+    return True
 
 
 def want_of_space(write: Callable[[], object]) -> OSError | None:

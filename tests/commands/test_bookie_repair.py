@@ -16,6 +16,7 @@ from support import golden
 from support.command_line import CommandLine, environment
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.formats.journal import LogMark, write_header
 from bkctl.metadata.cluster import open_cluster
 
 from . import files
@@ -423,3 +424,22 @@ def test_dry_run_of_a_downgrade_fails_over_damage_as_the_run(
     results = [cli("bookie", "downgrade", "--conf", conf, *words) for words in (("--dry-run",), ())]
     assert [each.code for each in results] == [7, 7]
     assert not [each.err for each in results if "can start" in each.err]
+
+
+@pytest.mark.parametrize("damage", ["mark", "emptied", "missing"])
+def test_downgrade_refuses_journals_that_lost_bytes(cli: Cli, conf: Path, tmp_path: Path, damage: str) -> None:
+    assert cli("bookie", "init", "--conf", conf, "--undo", "none").code == 0
+    header = write_header(6)
+    for name in ("1.txn", "2.txn", "3.txn"):
+        (tmp_path / "journal" / "current" / name).write_bytes(header)
+    mark = LogMark(1, 1 << 40 if damage == "mark" else 512)
+    (tmp_path / "ledgers" / "current" / "lastMark").write_bytes(mark.serialize())
+    if damage == "emptied":
+        (tmp_path / "journal" / "current" / "1.txn").write_bytes(b"")
+    elif damage == "missing":
+        (tmp_path / "journal" / "current" / "2.txn").unlink()
+    for words in (("--dry-run",), ()):
+        result = cli("bookie", "downgrade", "--conf", conf, *words)
+        assert (result.code, "can start" in result.err) == (7, False)
+        assert ("2.txn is missing" if damage == "missing" else "1.txn: the last mark points at byte") in result.err
+        assert "skipReplayJournalInvalidRecord" in result.err

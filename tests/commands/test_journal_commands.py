@@ -119,6 +119,27 @@ def test_verify_finds_missing_journals(cli: Cli, bookie: Path) -> None:
     assert cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json").code == 0
 
 
+@pytest.mark.parametrize("content", [b"", bytes(1 << 20), b"BKLG" + bytes(3) + b"\6" + bytes(92)])
+def test_verify_finds_journals_that_lost_their_header(cli: Cli, bookie: Path, content: bytes) -> None:
+    """The marked one, and one that later journals follow; a crash leaves the last one so."""
+    current = bookie / "journal/current"
+    for name, marked, problem in (
+        ("b.txn", 10, None),
+        ("b.txn", 11, "the last mark points at byte 512, "),
+        ("a.txn", 10, "the last mark points at byte 512, "),
+        ("b.txn", 10, "has no header, but later journals follow"),
+    ):
+        before = (current / name).read_bytes()
+        (current / name).write_bytes(content)
+        mark(bookie, marked, 512)
+        result = cli("journal", "verify", bookie / "journal", bookie / "ledgers", "-o", "json")
+        assert result.code == (3 if problem else 0)
+        assert not problem or [row["problem"] for row in result.json if problem in str(row["problem"])]
+        (current / name).write_bytes(before)
+        if name == "a.txn":
+            (current / "c.txn").write_bytes(before)
+
+
 def test_verify_reports_damage_and_the_records_behind_it(cli: Cli, bookie: Path) -> None:
     path = bookie / "journal/current/a.txn"
     data = bytearray(path.read_bytes())
