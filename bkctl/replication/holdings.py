@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.columns import some_of
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
@@ -509,14 +510,14 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
 
 
 def check_scopes_known(cluster: Cluster) -> None:
-    """Raise Conflict if the scoped ledgers belong to a cluster that was formatted. Blocks.
+    """Raise Conflict if there are ledgers that no listing has, of a formatted cluster or another layout. Blocks.
 
-    No listing shows such ledgers, so any bookie may hold some, and needs its cookie.
+    Any bookie may hold some of them, and needs its cookie.
     """
-    if cluster.ledgers.scopes_state() == "foreign":
+    if unlisted := cluster.ledgers.unlisted():
         raise Conflict(
-            "The scoped ledgers belong to a cluster that was formatted: the bookies may hold unlisted entries",
-            hint="'bkctl metadata orphans' shows them; remove them first, or keep the cookie",
+            f"The ledgers at {some_of(unlisted)} are in no listing: the bookies may hold their entries",
+            hint="'bkctl metadata check' says why; mend or remove them first, or keep the cookie",
         )
 
 

@@ -216,7 +216,7 @@ class Printer:
             self.activity()
 
     def end_with_stdout(self) -> None:
-        """End with exit code 0 once stdout is closed: for rows without an end, or with entries of any size."""
+        """Raise ClosedOutput, which ends with exit code 0, once stdout is closed: for rows of any number or size."""
         continue_without_stdout(None)
 
     def outlive_stdout(self) -> None:

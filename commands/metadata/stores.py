@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import Conflict, NotFound, UsageError
+from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId, check_bookie_id, random_u64
 from bkctl.pace import Pace
 
@@ -22,6 +22,7 @@ from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport, ScopeOfAny, scope_option
 from ..kit.next_steps import next_column
 from ..kit.options import RecordPace, count_option, file_argument, flag, pace_option, word
+from ..kit.terminal import ClosedOutput, flush
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..kit.values import tap
 
@@ -70,7 +71,12 @@ def export(
         if file == "-":
             if run.out.given_output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
-            write_export(source, run.out.raw, activity.step)
+            run.out.end_with_stdout()
+            try:
+                write_export(source, run.out.raw, activity.step)
+                flush()
+            except ClosedOutput as error:
+                raise BkctlError("The export is incomplete: the reader of stdout is gone") from error
         else:
             exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
     if file != "-":

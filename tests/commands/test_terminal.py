@@ -90,6 +90,16 @@ def test_help_without_a_reader_is_not_an_error(words: tuple[str, ...]) -> None:
     assert run_closed(None, *words) == (0, [])
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@OPENERS
+def test_an_export_without_a_reader_is_an_error(
+    store: Cluster, opener: Callable[[], int], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    code, lines = run_closed(store.uri, "metadata", "export", "-f", "-", stdout=opener)
+    assert (code, lines[-1]) == (1, "bkctl: The export is incomplete: the reader of stdout is gone")
+
+
 def outcome(cli: Cli) -> tuple[str, int]:
     """The result and exit code of the last change in the audit log."""
     row = cli("audit", "list", "-o", "ndjson").rows[-1]
@@ -136,7 +146,6 @@ def test_a_change_without_stdout_keeps_its_exit_code(cli: Cli, store: Cluster, m
 @pytest.mark.parametrize(
     "words",
     [
-        ("metadata", "export", "-f", "-"),
         ("ledger", "list", "-o", "ndjson"),
         ("ledger", "list", "--watch=60", "-o", "ndjson"),
         ("ledger", "list", "--watch=60"),

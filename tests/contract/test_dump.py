@@ -32,6 +32,7 @@ from bkctl.metadata.backends.etcd.etcd_store import EtcdLedgerManager
 from bkctl.metadata.cluster import Cluster, init_cluster, new_layout, open_cluster
 from bkctl.metadata.store import NEW, delete_if_present
 from bkctl.metadata.underreplication import AutoRecoveryState
+from bkctl.replication.holdings import check_scopes_known
 
 BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 SHORT_IDS = [0, 5, 2**31 - 2]
@@ -350,6 +351,8 @@ def test_ledgers_of_another_layout_than_the_stored_one_are_found(
             assert found == left
             with pytest.raises(Conflict, match=f"another layout: {left[0]}"):
                 plan_nuke(wrong)
+            with pytest.raises(Conflict, match=left[0]):
+                check_scopes_known(wrong)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "etcd", "hbase"])

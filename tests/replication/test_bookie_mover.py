@@ -625,7 +625,7 @@ async def test_delete_cookies_refuses_foreign_scoped_ledgers(fake_cluster, monke
         cookies.write("b0", Cookie("b0", ("/j",), ("/l",), "i"), NEW)
         await lose(cluster, "b0")
         monkeypatch.setattr(cluster.cluster.ledgers, "scopes_state", lambda: "foreign")
-        with pytest.raises(Conflict, match="belong to a cluster that was formatted"):
+        with pytest.raises(Conflict, match="are in no listing"):
             await BookieMover(client, ["b0"]).delete_cookies()
         assert cookies.list() == ["b0"]
 

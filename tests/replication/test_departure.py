@@ -101,7 +101,7 @@ async def test_decommission_check_reports_foreign_scopes(fake_cluster, monkeypat
         departure = decommission(cluster, client)
         (step,) = [each for each in await steps(departure.check(probe=False)) if each.kind is StepKind.COOKIE]
         assert (step.result, departure.forbidden) == (StepResult.BLOCKED, True)
-        assert "belong to a cluster that was formatted" in step.message
+        assert "are in no listing" in step.message
         # With the cookie nothing is lost.
         keeping = decommission(cluster, client, keep_cookie=True)
         assert StepKind.COOKIE not in results(await steps(keeping.check(probe=False)))
