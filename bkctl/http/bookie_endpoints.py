@@ -368,8 +368,8 @@ def trigger_gc(bookie: Bookie, call: ApiCall) -> str:
     body = call.body
     accepts = body.get("acceptScopedDeletes", False)
     is_forced = _collector(bookie).force(body.get("forceMajor"), body.get("forceMinor"), accept_scoped_deletes=accepts)
-    if body and not is_forced:  # Without wishes of its own, the request means the round that is under way, too.
-        raise Conflict("A forced round is under way, with what another request asked for", hint="try again later")
+    if accepts and not is_forced:  # Others mean the round that is under way, too, as to Apache's bookie.
+        raise Conflict("A forced round is under way, which does not accept scoped deletes", hint="try again later")
     return f"Triggered GC on BookieServer: {bookie.bookie_id}"
 
 

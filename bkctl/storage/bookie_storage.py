@@ -84,9 +84,8 @@ def check_index(config: BookieConfig) -> None:
     found: Path | None = None
     if config.ledger_storage == "db":
         # A database in one directory says nothing of the index files in another.
-        others = [directory for directory in directories if database_in_use([directory]) is None]
-        file = next(BookieDirectories(index_dirs=others).indexes(), None)
-        found = None if file is None else file.path
+        files = ((each, next(BookieDirectories(index_dirs=[each]).indexes(), None)) for each in directories)
+        found = next((file.path for each, file in files if file is not None and database_in_use([each]) is None), None)
     else:
         found = database_in_use(directories)
     if found is not None:

@@ -108,8 +108,8 @@ def test_an_undo_that_did_not_end_is_not_taken_back_by_the_same_words(cli: Cli) 
     assert cli("metadata", "undo", "--last", "--yes").code == 0
     undone = Path(cli("metadata", "undo", "--list", "-o", "ndjson").rows[-1]["file"])
     text = undone.read_text()
-    assert text.endswith('{"end":true}\n')
-    undone.write_text(text.removesuffix('{"end":true}\n'))
+    assert text.endswith('{"end":true}\n{"changes":1}\n')
+    undone.write_text(text.removesuffix('{"end":true}\n{"changes":1}\n'))
     again = cli("metadata", "undo", "--last", "--yes")
     assert (again.code, again.out) == (5, "")
     assert f"'bkctl metadata undo {disabled['file']}' continues it" in again.err

@@ -333,8 +333,8 @@ def describe_undo_file(path: Path) -> UndoFileSummary | None:
             return None
         count, is_ended, is_cut = 0, False, header.get("counted") is True
         for line in iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b""):
-            if line == _END:
-                is_ended = True
+            if line == _END:  # A later undo may have ended that of a killed command.
+                is_ended, is_cut = True, False
             elif line.startswith(b'{"changes"'):
                 is_cut = False
             else:
