@@ -89,10 +89,10 @@ def find_layout(directories: BookieDirectories) -> BookieLayout:
     journals = tuple(current for current in ledger_dirs if any(name.endswith(".txn") for name in os.listdir(current)))
     rest = tuple(current for current in ledger_dirs if current not in journals) or ledger_dirs
     for current, cookie in ((each, cookie_at(each)) for each in ledger_dirs):
-        if cookie is not None and len({*cookie.ledger_dirs, *(cookie.index_dirs or ())}) > len(rest):
-            named = ", ".join(dict.fromkeys((*cookie.ledger_dirs, *(cookie.index_dirs or ()))))
+        named = () if cookie is None else dict.fromkeys((*cookie.ledger_dirs, *(cookie.index_dirs or ())))
+        if len(named) > len(rest):
             raise UsageError(
-                f"The bookie of {current} has more directories than are given: {named}",
+                f"The bookie of {current} has more directories than are given: {', '.join(named)}",
                 hint="name all of them, or use --conf bk_server.conf",
             )
     with_ledgers = tuple(current for current in ledger_dirs if _has_ledgers(current)) or rest

@@ -362,13 +362,9 @@ _WHERE = {
     "differs": "differs; --overwrite replaces it",
 }
 
+_CODE_STYLE = {"unparsable": RED, "refused": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW}
 FINDING_COLUMNS = Columns(
-    Column(
-        "CODE",
-        "code",
-        "code",
-        style={"unparsable": RED, "refused": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW},
-    ),
+    Column("CODE", "code", "code", style=_CODE_STYLE),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     *fields(Kind.TEXT, path="NODE", message="WHAT"),
     next_column("metadata check", lambda row: row.code, path=lambda row: row.path, ledger=lambda row: row.ledger),

@@ -21,8 +21,6 @@ from bkctl.metadata.underreplication import UNDERREPLICATION, LedgerMarks, mark_
 #: Older ledgers in recovery count as stuck.
 IN_RECOVERY_AGE_S_MAX: Final = 24 * 3600
 _INVALID_NAME: Final = "Its name is invalid, so commands leave it out; remove it with the store's own client"
-
-
 _FOREIGN_SCOPES: Final = f"{SCOPES} names another instance id: the cluster was formatted, or INSTANCEID is lost"
 
 
