@@ -109,7 +109,7 @@ def read(
     starts = files_after_marks(given, files) if after_lastmark else dict.fromkeys(files, 0)
     chosen = records.filter()
     found = (
-        (path, journal_id_of(path.name), records_in(path, JournalReader.open, partial(chosen.of_journal, start=start)))
+        (path, journal_id_of(path.name), records_in(run, path, JournalReader, partial(chosen.of_journal, start=start)))
         for path, start in starts.items()
     )
     print_records(run, found, "journalId", records, secrets=show_secrets)

@@ -232,7 +232,7 @@ def read(run: Run, records: Records, names: LogNames = None, directories: DirOpt
 
     with run.job.working("Reading entry logs"):
         paths, found = find_logs(run, names, directories), records.filter().of_entry_log
-        files = ((path, content_id_of(path.name), records_in(path, EntryLogReader.open, found)) for path in paths)
+        files = ((path, content_id_of(path.name), records_in(run, path, EntryLogReader, found)) for path in paths)
         print_records(run, files, "logId", records)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from enum import StrEnum
 from operator import itemgetter
 from pathlib import Path
@@ -274,15 +274,20 @@ def note_digests(run: Run, checker: DigestChecker, *, always: bool = False) -> N
 
 
 def records_in(
-    path: Path, open_file: Callable[[Path], AbstractContextManager[R]], read: Callable[[R], Iterator[RecordBatch]]
+    run: Run, path: Path, kind: type[R], read: Callable[[R], Iterator[RecordBatch]]
 ) -> Iterator[RecordBatch]:
-    """Yield the records that `read` finds in a file; none in one that a running bookie deleted meanwhile."""
+    """Yield the records that `read` finds in a file, and say on stderr if it ends within one.
+
+    Yields none in a file that a running bookie deleted meanwhile.
+    """
     try:
-        reader = open_file(path)
+        reader = kind.open(path)
     except NotFound:
         return
     with reader as opened:
         yield from read(opened)
+        if opened.end == "torn":
+            run.out.note(f"{path} ends within a record at byte {opened.position}: its bookie died, or still writes")
 
 
 def named_files(

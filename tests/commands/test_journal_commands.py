@@ -75,6 +75,17 @@ def test_verify_shows_torn_journals_on_a_terminal(bookie: Path) -> None:
     assert " sound: " not in seen
 
 
+def test_read_says_that_a_file_ends_within_a_record(bookie: Path) -> None:
+    cli, log, journal = CommandLine(None), bookie / "ledgers/current/scoped/1f.log", bookie / "journal/current/b.txn"
+    for group, file in (("entrylog", log), ("journal", journal)):
+        whole = cli(group, "read", file, "-o", "ndjson")
+        assert (whole.code, whole.err) == (0, "")
+        os.truncate(file, whole.rows[-1]["offset"] + 7)
+        cut = cli(group, "read", file, "-o", "ndjson")
+        assert (cut.code, cut.rows) == (0, whole.rows[:-1])
+        assert f"{file} ends within a record at byte {whole.rows[-1]['offset']}:" in cut.err
+
+
 @pytest.mark.parametrize(
     ("offset", "problem"),
     [
