@@ -15,7 +15,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from itertools import islice
@@ -33,12 +33,12 @@ from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import ClusterSource, DumpRecord, ExportFile, write_export
 from bkctl.metadata.admin.health import HealthFinding
 from bkctl.metadata.cluster import Cluster, RegisteredBookie, open_cluster
-from bkctl.metadata.store import NEW, RACKS, attempt
+from bkctl.metadata.store import attempt
 from bkctl.redaction import is_secret_name, without_secrets, without_secrets_in
 
 METADATA: Final = "metadata.ndjson"
 #: The members that `RecordedCluster` reads, and the bytes of a bundle, uncompressed, up to the last of them.
-_READ: Final = (METADATA, "bookies.json", "health.json", "why.json", "load.json", "racks.json")
+_READ: Final = (METADATA, "bookies.json", "health.json", "why.json", "load.json")
 _CHANGES: Final = (
     "put", "put_many", "put_all", "delete", "delete_root", "sequence", "ephemeral", "claim", "claim_many",
 )  # fmt: skip
@@ -99,13 +99,6 @@ def add_cluster(
     bookies = cluster.bookies.list()
     bundle.export(cluster)
     bundle.json("bookies.json", bookies)
-    racks: Any = {}
-    try:
-        found = cluster.store.get(RACKS)
-        racks = json.loads(found.value) if found is not None and found.value else {}
-    except (BkctlError, ValueError, RecursionError) as error:
-        bundle.left_out["racks"] = str(error)
-    bundle.json("racks.json", racks)
     up = [bookie for bookie in bookies if bookie.state != "down"]
 
     def ask(directory: str, suffix: str, read: Callable[[BookieApi], Any]) -> None:
@@ -178,6 +171,8 @@ class _WithoutSecrets(ClusterSource):
     def records(self) -> Iterator[DumpRecord]:
         """See DumpSource.records. Unreadable ledgers are left out: their bytes may hold a password."""
         ledger_count = 0
+        if not self.may_read_racks():
+            self._left_out["racks"] = "the store refuses to show them"
         for record in super().records():
             if record.kind != "ledger":
                 yield record._replace(value=_hidden("", record.value))
@@ -197,6 +192,10 @@ class _WithoutSecrets(ClusterSource):
 def _hidden(name: str, value: bytes) -> bytes:
     if is_secret_name(name):
         return HIDDEN.encode()
+    with suppress(ValueError, RecursionError):
+        document = json.loads(value)
+        hidden = without_secrets_in(document, HIDDEN)
+        return value if hidden == document else json.dumps(hidden).encode()
     return without_secrets(value.decode("latin-1"), HIDDEN).encode("latin-1")
 
 
@@ -274,7 +273,6 @@ class RecordedCluster:
                 for each in bookies:
                     if each.state != "down":
                         cluster.bookies.register(each.bookie_id, each.info or BookieServiceInfo(), each.state == "ro")
-                cluster.store.put(RACKS, self._members["racks.json"], NEW)
             stack.pop_all()
         for name in _CHANGES:
             setattr(cluster.store, name, _refuse)

@@ -56,9 +56,10 @@ def export(
 ) -> None:
     """Export a cluster's metadata to a file.
 
-    The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
-    metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
-    Exit code 3 if ledgers are left out, as after a loss of INSTANCEID.
+    The file has the ledgers of all scopes, cookies, under-replicated marks, switches, times of audits, mutes, and the
+    racks of bookies (Pulsar's node `/bookies`); if ledgers are named, their metadata only. The file is ndjson and ends
+    with its SHA-256; 'metadata import' reads it. It holds ledger passwords. Exit code 3 if ledgers are left out, as
+    after a loss of INSTANCEID, or racks that the store refuses.
 
     $ bkctl metadata export -f cluster.ndjson
     """
@@ -85,15 +86,15 @@ def export(
 
 
 def _note_left_out(run: Run, source: ClusterSource) -> int:
-    """Say which nodes with ledgers are not copied; return their number."""
+    """Say what is not copied; return the number of parts."""
     left_out = source.left_out()
-    run.out.error(*(f"The ledgers at {path} are left out: 'bkctl metadata check' says why" for path in left_out))
+    run.out.error(*left_out)
     return len(left_out)
 
 
 def _finish_complete(run: Run, source: ClusterSource) -> None:
-    """End with exit code 3 if ledgers were left out."""
-    run.out.finish_with(_note_left_out(run, source), "node with ledgers is left out", "nodes with ledgers are left out")
+    """End with exit code 3 if something was left out."""
+    run.out.finish_with(_note_left_out(run, source), "part of the metadata is left out", "parts of it are left out")
 
 
 IMPORTED_COLUMNS = Columns(
@@ -171,6 +172,7 @@ def import_(
         if is_new and run.dry_run:
             show_imported(run, ImportSummary(counts))
             return
+        overwrite = overwrite and not is_new  # Racks beside a new root may be another cluster's.
         recorded = target if is_new else run.record(target).recorded()
         imported = _fill(
             run, "Importing", recorded, source, counts.total(), pace, overwrite=overwrite, dry_run=run.dry_run
@@ -313,6 +315,7 @@ def migrate(
     if overwrite and not run.dry_run and not plan.is_new:
         run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {run.cluster.uri}")
     prepare_target(target, source, dry_run=run.dry_run)
+    overwrite = overwrite and not plan.is_new
     recorded = target if plan.is_new else run.record(target, elsewhere=True).recorded()
     imported = _fill(run, "Copying", recorded, source, None, pace, overwrite=overwrite, dry_run=run.dry_run)
     differing = imported.conflicts if run.dry_run else []

@@ -58,6 +58,24 @@ def test_racks_are_set_unset_and_undone(cli: Cli, uri: str) -> None:
         assert racks(cli) == expected
 
 
+def test_a_migrated_cluster_has_its_racks_and_mutes(cli: Cli, uri: str, tmp_path: Path) -> None:
+    assert cli("bookies", "racks", "set", "b1:1", "--rack", "r1").code == 0
+    assert cli("cluster", "health", "mute", "bookie-down").code == 0
+    target, other = (f"sqlite://{tmp_path / name}.db" for name in ("target", "other"))
+    assert cli("metadata", "migrate", "--to", target).code == 0
+    assert racks(cli) == {
+        row["bookieId"]: row["rack"] for row in cli("-u", target, "bookies", "racks", "list", "-o", "ndjson").rows
+    }
+    assert cli("-u", target, "cluster", "health", "mutes", "-o", "id").out == "bookie-down\n"
+    with open_cluster(other, create_store=True) as cluster:
+        cluster.store.put(RACKS, b"{}", NEW)
+    # Racks beside a new root are another cluster's.
+    refused = cli("metadata", "migrate", "--to", other, "--overwrite", "--yes")
+    assert (refused.code, "../bookies" in refused.err) == (3, True)
+    with open_cluster(other) as cluster:
+        assert next(iter(cluster.store.get_many([RACKS]))).value == b"{}"
+
+
 def test_racks_refuse_what_they_cannot_do(cli: Cli, uri: str) -> None:
     absent = cli("bookies", "racks", "unset", "b1:1")
     assert (absent.code, absent.out, absent.err) == (0, "", "Bookie b1:1 has no rack\n")

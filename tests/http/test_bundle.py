@@ -141,11 +141,11 @@ def test_the_load_of_a_bundle_is_the_load_that_was(tmp_path: Path) -> None:
             bundles.typed(ClusterLoad, {**document, path: wrong})
 
 
-def test_racks_that_cannot_be_read_are_left_out(uri: str, tmp_path: Path) -> None:
+def test_damaged_racks_are_in_a_bundle_as_they_are(uri: str, tmp_path: Path) -> None:
     with open_cluster(uri) as cluster:
         cluster.store.put(RACKS, b"{", None)
     file = collect(uri, tmp_path / "b.tar.gz")
-    assert CommandLine(None)("bookies", "racks", "list", "-o", "id", "--bundle", file).code == 0
+    assert CommandLine(None)("bookies", "racks", "list", "-o", "id", "--bundle", file).code == 7
 
 
 def test_damaged_bundles_are_corrupt_and_nothing_else(uri: str, tmp_path: Path) -> None:

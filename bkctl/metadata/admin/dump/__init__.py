@@ -3,7 +3,7 @@
 An export is ndjson, in the order below, so that two exports are compared record by record:
 
     {"format": "bkctl-metadata", "version": 1, "time": …, "metadataUri": …, "instanceId": …, "layout": "<base64>"}
-    {"kind": "node", "key": "underreplication/disable", "value": "<base64>"}       switches and clocks, by path
+    {"kind": "node", "key": "underreplication/disable", "value": "<base64>"}       switches, clocks, mutes, racks
     {"kind": "cookie", "key": "10.0.0.1:3181", "value": "<base64>"}                 by bookie id
     {"kind": "sequence", "key": "ledger", "value": "<base64 of a decimal>"}         lower ids of scope 0 may be taken
     {"kind": "mark", "key": "<32 hex>", "value": "<base64>"}                        under-replicated ledgers, by id

@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bkctl.disk import Closing, atomic_write
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, Unsupported, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, Unauthorized, Unsupported, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
-from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
+from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK, MUTES
 from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledger_columns import LEDGER_COLUMNS, ledger_row
 from bkctl.metadata.ledgers import INSTANCE_ID, VersionedMetadata
-from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX
-from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck, LedgerMarks, mark_path
+from bkctl.metadata.store import RACKS, VALUE_SIZE_BYTES_MAX, attempt
+from bkctl.metadata.underreplication import SCOPED, UNDERREPLICATION, AuditorCheck, LedgerMarks, mark_path
 
 FORMAT: Final = "bkctl-metadata"
 VERSION: Final = 1
 KINDS: Final = ("node", "cookie", "sequence", "mark", "ledger")
 _CHECKS: Final = tuple(check.value for check in AuditorCheck)
 #: Paths of the records of kind "node".
-NODE_PATHS: Final = (
-    DISABLE_HEALTH_CHECK,
-    *sorted(f"{UNDERREPLICATION}/{name}" for name in ("LAYOUT", "disable", "lostBookieRecoveryDelay", *_CHECKS)),
-)
+NODE_PATHS: Final = sorted((
+    RACKS, DISABLE_HEALTH_CHECK, MUTES, *(f"{SCOPED}/{name}" for name in _CHECKS),
+    *(f"{UNDERREPLICATION}/{name}" for name in ("LAYOUT", "disable", "lostBookieRecoveryDelay", *_CHECKS)),
+))  # fmt: skip
 
 
 class DumpRecord(NamedTuple):
@@ -278,7 +278,7 @@ class ExportFile(DumpSource):
 class ClusterSource(DumpSource):
     """The present records of a cluster, or with `ledgers` only the metadata of these ledgers.
 
-    Ledgers that no listing has (`left_out`) are left out.
+    Ledgers that no listing has, and racks that the store refuses, are left out (`left_out`).
     """
 
     def __init__(self, cluster: Cluster, ledgers: Sequence[LedgerId] | None = None) -> None:
@@ -298,7 +298,7 @@ class ClusterSource(DumpSource):
                 cluster.ledgers.read(ledger)
             yield from self._of_ledgers(self._ledgers)
             return
-        yield from self._stored("node", NODE_PATHS)
+        yield from self._stored("node", NODE_PATHS if self.may_read_racks() else NODE_PATHS[1:])
         yield from self._stored("cookie", cluster.cookies.list())
         position = cluster.ledgers.id_position()
         if position is not None:
@@ -311,9 +311,17 @@ class ClusterSource(DumpSource):
             return (each for each in self._ledgers if each > ledger)
         return self._cluster.ledgers.ledgers(None, ledger)
 
+    def may_read_racks(self) -> bool:
+        """Return False if the store refuses the racks, which are Pulsar's: `records` leaves them out."""
+        return not isinstance(attempt(self._cluster.store.get, RACKS), Unauthorized)
+
     def left_out(self) -> list[str]:
-        """Return the nodes with ledgers that `records` leaves out, although all were asked for."""
-        return self._cluster.ledgers.unlisted() if self._ledgers is None else []
+        """Return what `records` leaves out, although all was asked for, in words."""
+        if self._ledgers is not None:
+            return []
+        racks = [] if self.may_read_racks() else ["The racks of bookies are left out: the store refuses to show them"]
+        unlisted, why = self._cluster.ledgers.unlisted(), "'bkctl metadata check' says why"
+        return [*(f"The ledgers at {path} are left out: {why}" for path in unlisted), *racks]
 
     def _stored(self, kind: str, keys: Iterable[str]) -> Iterator[DumpRecord]:
         records, asked = tee(DumpRecord(kind, key, b"") for key in keys)
