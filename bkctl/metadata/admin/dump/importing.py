@@ -10,7 +10,7 @@ from itertools import takewhile, tee
 from math import inf
 from typing import Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound
 from bkctl.formats.metadata import LedgerLayout
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.dump.sources import DumpHeader, DumpRecord, DumpSource
@@ -163,7 +163,7 @@ def _without_sequences(
     scopes_checked = False
     for record in records:
         if record.kind == "sequence":
-            position = _position(record)
+            position = int(record.value)
             if not dry_run and not target.ledgers.skip_ids(position):
                 result.unskipped_position = position
             continue
@@ -213,9 +213,3 @@ def _write_all(writes: list[_Write], target: Cluster) -> list[_Write]:
                 raise written
         needed = [write for write in refused if write.is_needed]
     return writes
-
-
-def _position(record: DumpRecord) -> int:
-    if not record.value.isdigit() or len(record.value) > 19:
-        raise Corrupt(f"{record.value[:40]!r} is not a position in the sequence of ledger ids")
-    return int(record.value)

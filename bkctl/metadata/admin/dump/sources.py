@@ -24,7 +24,7 @@ from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK, MUTES
 from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledger_columns import LEDGER_COLUMNS, ledger_row
 from bkctl.metadata.ledgers import INSTANCE_ID, VersionedMetadata
-from bkctl.metadata.store import RACKS, VALUE_SIZE_BYTES_MAX, attempt
+from bkctl.metadata.store import RACKS, VALUE_SIZE_BYTES_MAX, attempt, is_path
 from bkctl.metadata.underreplication import SCOPED, UNDERREPLICATION, AuditorCheck, LedgerMarks, mark_path
 
 FORMAT: Final = "bkctl-metadata"
@@ -246,9 +246,14 @@ class ExportFile(DumpSource):
             raise self._damaged(f"{key[:80]!r} is not a node that exports hold", at)
         if kind in ("ledger", "mark") and I64_MAX < int(key, 16) <= U64_MAX:
             raise self._damaged(f"{key} is not an id of scope 0: it is 2^63 or more", at)
-        if kind == "cookie" and ("/" in key or key in ("", ".", "..") or not key.isprintable()):
+        if kind == "cookie" and ("/" in key or not is_path(f"{COOKIES}/{key}")):
             raise self._damaged(f"{key[:80]!r} is not a bookie id", at)
-        return DumpRecord(kind, key, self._value(fields.get("value"), at), ctime_ms)
+        value = self._value(fields.get("value"), at)
+        if len(value) > VALUE_SIZE_BYTES_MAX:
+            raise self._damaged(f"The value has {len(value):,} bytes, above a store's {VALUE_SIZE_BYTES_MAX:,}", at)
+        if kind == "sequence" and (not value.isdigit() or len(value) > 19):
+            raise self._damaged(f"{value[:40]!r} is not a position in the sequence of ledger ids", at)
+        return DumpRecord(kind, key, value, ctime_ms)
 
     def _fields(self, line: bytes, at: int) -> dict[str, Any]:
         if not line.endswith(b"\n"):
