@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +17,11 @@ from support.raw_http import Answer, call, http_port
 from support.servers import Server, require
 
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import Fragment, LedgerMetadata
+from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.http.console.pages import FRAGMENTS_DRAWN_MAX, LEDGERS_A_PAGE, PAGES, chart
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerMarks, mark_path
 
 from .conftest import Gateway, HttpBookie
@@ -102,6 +104,21 @@ def test_a_token_opens_a_session_in_a_cookie_that_scripts_and_other_sites_cannot
         assert "samesite=strict" in attributes
         assert token not in attributes
         assert site.get("", answer.headers["set-cookie"].partition(";")[0]).status == 200
+
+
+def test_space_used_says_how_many_bookies_do_not_answer(site: Site) -> None:
+    # A first page may come before the gateway has asked the bookies.
+    for _ in range(100):
+        if ">Space used</dt>" in site.get("", site.cookie).body.decode():
+            break
+        time.sleep(0.1)
+    assert ">Space used</dt>" in site.get("", site.cookie).body.decode()
+    with open_cluster(site.uri) as cluster:
+        cluster.cookies.write("gone:1", Cookie("gone:1", ("/j",), ("/l",), instance_id=cluster.instance_id()), NEW)
+        try:
+            assert "Space used by the 1 of 2 bookies that answer</dt>" in site.get("", site.cookie).body.decode()
+        finally:
+            cluster.store.delete("cookies/gone:1", None)
 
 
 def test_signing_out_ends_the_session(site: Site) -> None:

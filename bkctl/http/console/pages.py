@@ -120,6 +120,7 @@ def _overview(of: Sources) -> Values:
         "bookie_ids": {each.bookie_id for each in bookies},
         "ledgers": f"{more}{min(count, LEDGERS_EXAMINED_MAX):,}",
         "findings": sorted(health_findings(of.cluster), key=lambda each: (each.severity, each.code, each.subject)),
+        "answering": len(disks),
         "total": sum(disk.total for disk in disks),
         "used": sum(disk.used for disk in disks),
         "charts": [chart(title, unit, of.history.numbers(number)) for title, unit, number in _CHARTS[:2]],
