@@ -199,7 +199,6 @@ class _Variables:
 
 
 def _setting(
-    key: str,
     default: Any,
     *,
     least: float | None = None,
@@ -207,15 +206,30 @@ def _setting(
     floor: int | None = None,
     unset: str | None = None,
     broker: str | None = None,
+    key: str | None = None,
 ) -> Any:
-    """Return a dataclass field that is read from the Java `key`; numbers are checked against `least` and `most`.
+    """Return a dataclass field that is read from its Java key: `key`, or the field's name in camel case.
 
-    A number below `floor` is read as `floor`, as Java treats it alike. The text `unset` stands for the default.
-    `broker` is the key's name in Pulsar's broker.conf, where `bookkeeper_` before the key is another one.
+    Numbers are checked against `least` and `most`; one below `floor` is read as `floor`, as Java treats it alike. The
+    text `unset` stands for the default. `broker` is the key's name in Pulsar's broker.conf, where `bookkeeper_` before
+    the key is another one.
     """
-    keys = (key, *([broker] if broker else []), f"bookkeeper_{key}")
     bounds = {"least": least, "most": most, "floor": floor, "unset": unset}
-    return field(default=default, metadata={"key": key, "keys": keys, **bounds})
+    return field(default=default, metadata={"key": key, "broker": broker, **bounds})
+
+
+def camel_case(name: str) -> str:
+    """Return `lastRound` for `last_round`."""
+    first, *rest = name.split("_")
+    return first + "".join(map(str.capitalize, rest))
+
+
+def settings_of(kind: type[ClientConfig]) -> Iterator[tuple[tuple[str, ...], Field[Any]]]:
+    """Yield the fields that are read from a file, each behind the names that it may have there: its Java key first."""
+    for each in fields(kind):
+        if each.metadata:
+            key, broker = each.metadata["key"] or camel_case(each.name), each.metadata["broker"]
+            yield (key, *([broker] if broker else []), f"bookkeeper_{key}"), each
 
 
 _SORTED_LEDGER_STORAGE: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
@@ -294,92 +308,70 @@ class ClientConfig:
     """
 
     #: A Java class; None: rack-aware, or what the switches of a broker say.
-    ensemble_placement_policy: str | None = _setting("ensemblePlacementPolicy", None)
-    rackaware_policy_enabled: bool = _setting("bookkeeperClientRackawarePolicyEnabled", True)
-    regionaware_policy_enabled: bool = _setting("bookkeeperClientRegionawarePolicyEnabled", False)
+    ensemble_placement_policy: str | None = _setting(None)
+    rackaware_policy_enabled: bool = _setting(True, key="bookkeeperClientRackawarePolicyEnabled")
+    regionaware_policy_enabled: bool = _setting(False, key="bookkeeperClientRegionawarePolicyEnabled")
     #: Groups of Pulsar's racks, with commas between them: new entries go to their bookies only.
-    isolation_bookie_groups: str = _setting("isolationBookieGroups", "", broker="bookkeeperClientIsolationGroups")
-    secondary_isolation_bookie_groups: str = _setting(
-        "secondaryIsolationBookieGroups", "", broker="bookkeeperClientSecondaryIsolationGroups"
-    )
+    isolation_bookie_groups: str = _setting("", broker="bookkeeperClientIsolationGroups")
+    secondary_isolation_bookie_groups: str = _setting("", broker="bookkeeperClientSecondaryIsolationGroups")
     #: Racks of a write quorum, where it has as many bookies.
-    min_num_racks_per_write_quorum: int = _setting(
-        "minNumRacksPerWriteQuorum", 2, floor=1, broker="bookkeeperClientMinNumRacksPerWriteQuorum"
-    )
+    min_num_racks_per_write_quorum: int = _setting(2, floor=1, broker="bookkeeperClientMinNumRacksPerWriteQuorum")
     #: Refuse ensembles with fewer racks, and do not use bookies without a rack.
     enforce_min_num_racks_per_write_quorum: bool = _setting(
-        "enforceMinNumRacksPerWriteQuorum", False, broker="bookkeeperClientEnforceMinNumRacksPerWriteQuorum"
+        False, broker="bookkeeperClientEnforceMinNumRacksPerWriteQuorum"
     )
     #: Acknowledge an entry only once bookies in so many racks, or zones, have it.
-    enforce_min_num_fault_domains_for_write: bool = _setting("enforceMinNumFaultDomainsForWrite", False)
+    enforce_min_num_fault_domains_for_write: bool = _setting(False)
     #: A Java class; None: the script if there is one, and the metadata store's racks.
-    repp_dns_resolver_class: str | None = _setting("reppDnsResolverClass", None)
+    repp_dns_resolver_class: str | None = _setting(None)
     #: Prints the racks of hosts, so that replicas come to several; None: the metadata store's racks only.
-    network_topology_script_file_name: str | None = _setting("networkTopologyScriptFileName", None)
+    network_topology_script_file_name: str | None = _setting(None)
     #: Bookies that left so lately may be chosen where others do not suffice.
-    network_topology_stabilize_period_seconds: int = _setting("networkTopologyStabilizePeriodSeconds", 0, floor=0)
-    ignore_local_node_in_placement_policy: bool = _setting("ignoreLocalNodeInPlacementPolicy", False)
-    use_hostname_resolve_local_node_placement_policy: bool = _setting(
-        "useHostnameResolveLocalNodePlacementPolicy", False
-    )
+    network_topology_stabilize_period_seconds: int = _setting(0, floor=0)
+    ignore_local_node_in_placement_policy: bool = _setting(False)
+    use_hostname_resolve_local_node_placement_policy: bool = _setting(False)
     #: `R1;R2;…`; none: regions give no durability.
-    repp_regions_to_write: str = _setting("reppRegionsToWrite", "")
-    repp_minimum_regions_for_durability: int = _setting("reppMinimumRegionsForDurability", 2, floor=0)
-    repp_enable_durability_enforcement_in_replace: bool = _setting("reppEnableDurabilityEnforcementInReplace", True)
-    min_num_zones_per_write_quorum: int = _setting("minNumZonesPerWriteQuorum", 2, floor=1)
-    desired_num_zones_per_write_quorum: int = _setting("desiredNumZonesPerWriteQuorum", 3, floor=1)
-    enforce_strict_zoneaware_placement: bool = _setting("enforceStrictZoneawarePlacement", True)
+    repp_regions_to_write: str = _setting("")
+    repp_minimum_regions_for_durability: int = _setting(2, floor=0)
+    repp_enable_durability_enforcement_in_replace: bool = _setting(True)
+    min_num_zones_per_write_quorum: int = _setting(2, floor=1)
+    desired_num_zones_per_write_quorum: int = _setting(3, floor=1)
+    enforce_strict_zoneaware_placement: bool = _setting(True)
 
     #: Bookies with more free space are chosen more often.
-    disk_weight_based_placement_enabled: bool = _setting(
-        "diskWeightBasedPlacementEnabled", False, broker="bookkeeperDiskWeightBasedPlacementEnabled"
-    )
+    disk_weight_based_placement_enabled: bool = _setting(False, broker="bookkeeperDiskWeightBasedPlacementEnabled")
     #: The largest weight, in medians; 0 or less: no limit.
-    bookie_max_weight_multiple_for_weight_based_placement: int = _setting(
-        "bookieMaxWeightMultipleForWeightBasedPlacement", 3
-    )
+    bookie_max_weight_multiple_for_weight_based_placement: int = _setting(3)
     get_bookie_info_interval_seconds: int = _setting(
-        "getBookieInfoIntervalSeconds", 86_400, least=0, broker="bookkeeperClientGetBookieInfoIntervalSeconds"
+        86_400, least=0, broker="bookkeeperClientGetBookieInfoIntervalSeconds"
     )
     get_bookie_info_retry_interval_seconds: int = _setting(
-        "getBookieInfoRetryIntervalSeconds", 60, least=0, broker="bookkeeperClientGetBookieInfoRetryIntervalSeconds"
+        60, least=0, broker="bookkeeperClientGetBookieInfoRetryIntervalSeconds"
     )
 
     #: Put bookies with many errors in quarantine: new entries go to others.
-    bookie_health_check_enabled: bool = _setting(
-        "bookieHealthCheckEnabled", False, broker="bookkeeperClientHealthCheckEnabled"
-    )
-    bookie_health_check_interval_seconds: int = _setting(
-        "bookieHealthCheckIntervalSeconds", 60, least=1, broker="bookkeeperHealthCheckIntervalSec"
-    )
+    bookie_health_check_enabled: bool = _setting(False, broker="bookkeeperClientHealthCheckEnabled")
+    bookie_health_check_interval_seconds: int = _setting(60, least=1, broker="bookkeeperHealthCheckIntervalSec")
     bookie_error_threshold_per_interval: int = _setting(
-        "bookieErrorThresholdPerInterval", 100, floor=1, broker="bookkeeperClientHealthCheckErrorThresholdPerInterval"
+        100, floor=1, broker="bookkeeperClientHealthCheckErrorThresholdPerInterval"
     )
     bookie_quarantine_time_seconds: int = _setting(
-        "bookieQuarantineTimeSeconds", 1800, least=0, broker="bookkeeperClientHealthCheckQuarantineTimeInSeconds"
+        1800, least=0, broker="bookkeeperClientHealthCheckQuarantineTimeInSeconds"
     )
     #: The part of the bookies with many errors that comes into quarantine.
-    bookie_quarantine_ratio: float = _setting(
-        "bookieQuarantineRatio", 1.0, least=0.0, most=1.0, broker="bookkeeperClientQuarantineRatio"
-    )
-    bookie_connection_error_quarantine_enabled: bool = _setting("bookieConnectionErrorQuarantineEnabled", False)
+    bookie_quarantine_ratio: float = _setting(1.0, least=0.0, most=1.0, broker="bookkeeperClientQuarantineRatio")
+    bookie_connection_error_quarantine_enabled: bool = _setting(False)
 
     #: Milliseconds without an answer after which another replica is asked too; 0 or less: never.
-    speculative_read_timeout: int = _setting(
-        "speculativeReadTimeout", 2000, broker="bookkeeperClientSpeculativeReadTimeoutInMillis"
-    )
+    speculative_read_timeout: int = _setting(2000, broker="bookkeeperClientSpeculativeReadTimeoutInMillis")
     #: None: `speculative_read_timeout`, the same for the longest.
-    first_speculative_read_timeout: int | None = _setting("firstSpeculativeReadTimeout", None)
-    max_speculative_read_timeout: int | None = _setting("maxSpeculativeReadTimeout", None)
-    speculative_read_timeout_backoff_multiplier: float = _setting(
-        "speculativeReadTimeoutBackoffMultiplier", 2.0, least=0.01
-    )
+    first_speculative_read_timeout: int | None = _setting(None)
+    max_speculative_read_timeout: int | None = _setting(None)
+    speculative_read_timeout_backoff_multiplier: float = _setting(2.0, least=0.01)
     #: Read from bookies that did not fail lately, and from the client's own region, before others.
-    reorder_read_sequence_enabled: bool = _setting(
-        "reorderReadSequenceEnabled", True, broker="bookkeeperClientReorderReadSequenceEnabled"
-    )
+    reorder_read_sequence_enabled: bool = _setting(True, broker="bookkeeperClientReorderReadSequenceEnabled")
     #: Read all entries of a ledger from one bookie, which reads ahead, where each has all of them. Java spells it so.
-    sticky_reads_enabled: bool = _setting("stickyReadSEnabled", False, broker="bookkeeperEnableStickyReads")
+    sticky_reads_enabled: bool = _setting(False, broker="bookkeeperEnableStickyReads", key="stickyReadSEnabled")
 
     @classmethod
     def from_properties(cls, properties: Properties) -> Self:
@@ -411,228 +403,224 @@ class BookieConfig(ClientConfig):
     """
 
     metadata_service_uri: str | None = None
-    bookie_id: str | None = _setting("bookieId", None)
-    bookie_port: int = _setting("bookiePort", 3181, least=0, most=65535)
-    listening_interface: str | None = _setting("listeningInterface", None)
-    advertised_address: str | None = _setting("advertisedAddress", None)
-    allow_loopback: bool = _setting("allowLoopback", False)
-    use_host_name_as_bookie_id: bool = _setting("useHostNameAsBookieID", False)
-    use_short_host_name: bool = _setting("useShortHostName", False)
-    zk_timeout: int = _setting("zkTimeout", 10_000, least=1)
+    bookie_id: str | None = _setting(None)
+    bookie_port: int = _setting(3181, least=0, most=65535)
+    listening_interface: str | None = _setting(None)
+    advertised_address: str | None = _setting(None)
+    allow_loopback: bool = _setting(False)
+    use_host_name_as_bookie_id: bool = _setting(False, key="useHostNameAsBookieID")
+    use_short_host_name: bool = _setting(False)
+    zk_timeout: int = _setting(10_000, least=1)
 
     journal_directories: tuple[str, ...] = ("/tmp/bk-txn",)
     ledger_directories: tuple[str, ...] = ("/tmp/bk-data",)
     index_directories: tuple[str, ...] = ()
-    allow_storage_expansion: bool = _setting("allowStorageExpansion", False)
+    allow_storage_expansion: bool = _setting(False)
     ledger_storage_class: str = _SORTED_LEDGER_STORAGE
 
-    journal_format_version_to_write: int = _setting("journalFormatVersionToWrite", 6, least=4, most=6)
-    journal_max_size_mb: int = _setting("journalMaxSizeMB", 2048, least=1)
-    journal_max_backups: int = _setting("journalMaxBackups", 5, least=0)
-    journal_pre_alloc_size_mb: int = _setting("journalPreAllocSizeMB", 16, least=0)
-    journal_alignment_size: int = _setting("journalAlignmentSize", 512, least=512, most=1 << 20)
-    journal_sync_data: bool = _setting("journalSyncData", True)
-    journal_write_data: bool = _setting("journalWriteData", True)
-    journal_adaptive_group_writes: bool = _setting("journalAdaptiveGroupWrites", True)
-    journal_max_group_wait_msec: int = _setting("journalMaxGroupWaitMSec", 2, floor=0, most=60_000)
-    journal_buffered_writes_threshold: int = _setting("journalBufferedWritesThreshold", 512 * 1024, floor=0)
-    journal_buffered_entries_threshold: int = _setting("journalBufferedEntriesThreshold", 0, floor=0)
-    journal_flush_when_queue_empty: bool = _setting("journalFlushWhenQueueEmpty", False)
-    journal_queue_size: int = _setting("journalQueueSize", 10_000, least=1)
+    journal_format_version_to_write: int = _setting(6, least=4, most=6)
+    journal_max_size_mb: int = _setting(2048, least=1, key="journalMaxSizeMB")
+    journal_max_backups: int = _setting(5, least=0)
+    journal_pre_alloc_size_mb: int = _setting(16, least=0, key="journalPreAllocSizeMB")
+    journal_alignment_size: int = _setting(512, least=512, most=1 << 20)
+    journal_sync_data: bool = _setting(True)
+    journal_write_data: bool = _setting(True)
+    journal_adaptive_group_writes: bool = _setting(True)
+    journal_max_group_wait_msec: int = _setting(2, floor=0, most=60_000, key="journalMaxGroupWaitMSec")
+    journal_buffered_writes_threshold: int = _setting(512 * 1024, floor=0)
+    journal_buffered_entries_threshold: int = _setting(0, floor=0)
+    journal_flush_when_queue_empty: bool = _setting(False)
+    journal_queue_size: int = _setting(10_000, least=1)
     #: Entries that wait for the journals, in MiB; None: 256 (Java takes a part of its own memory).
-    journal_max_memory_size_mb: int | None = _setting("journalMaxMemorySizeMb", None, least=1)
+    journal_max_memory_size_mb: int | None = _setting(None, least=1)
     #: Ours: requests that have not arrived whole, of all clients, in MiB; more wait in their clients. 0: no bound.
-    unfinished_requests_max_memory_size_mb: int = _setting("unfinishedRequestsMaxMemorySizeMb", 256, least=0)
-    journal_remove_from_page_cache: bool = _setting("journalRemoveFromPageCache", True)
+    unfinished_requests_max_memory_size_mb: int = _setting(256, least=0)
+    journal_remove_from_page_cache: bool = _setting(True)
     #: The interval of a journal's syncs with `journal_sync_data` False, where none is required.
-    journal_page_cache_flush_interval_msec: int = _setting("journalPageCacheFlushIntervalMSec", 1000, floor=0)
+    journal_page_cache_flush_interval_msec: int = _setting(1000, floor=0, key="journalPageCacheFlushIntervalMSec")
 
-    skip_replay_journal_invalid_record: bool = _setting("skipReplayJournalInvalidRecord", False)
+    skip_replay_journal_invalid_record: bool = _setting(False)
 
-    log_size_limit: int = _setting("logSizeLimit", LOG_SIZE_LIMIT_MAX, least=1, most=LOG_SIZE_LIMIT_MAX)
-    entry_log_file_preallocation_enabled: bool = _setting("entryLogFilePreallocationEnabled", True)
-    entry_log_per_ledger_enabled: bool = _setting("entryLogPerLedgerEnabled", False)
-    skip_list_size_limit: int = _setting("skipListSizeLimit", 64 << 20, least=1)
-    minor_compaction_threshold: float = _setting("minorCompactionThreshold", 0.2, most=1.0)
-    major_compaction_threshold: float = _setting("majorCompactionThreshold", 0.8, most=1.0)
+    log_size_limit: int = _setting(LOG_SIZE_LIMIT_MAX, least=1, most=LOG_SIZE_LIMIT_MAX)
+    entry_log_file_preallocation_enabled: bool = _setting(True)
+    entry_log_per_ledger_enabled: bool = _setting(False)
+    skip_list_size_limit: int = _setting(64 << 20, least=1)
+    minor_compaction_threshold: float = _setting(0.2, most=1.0)
+    major_compaction_threshold: float = _setting(0.8, most=1.0)
     #: Seconds; 0 or less: never.
-    minor_compaction_interval: int = _setting("minorCompactionInterval", 3600)
-    major_compaction_interval: int = _setting("majorCompactionInterval", 86_400)
+    minor_compaction_interval: int = _setting(3600)
+    major_compaction_interval: int = _setting(86_400)
     #: Longer than this no further log is begun; 0 or less: no limit.
-    minor_compaction_max_time_millis: int = _setting("minorCompactionMaxTimeMillis", -1)
-    major_compaction_max_time_millis: int = _setting("majorCompactionMaxTimeMillis", -1)
+    minor_compaction_max_time_millis: int = _setting(-1)
+    major_compaction_max_time_millis: int = _setting(-1)
     #: Seconds; 0 or less: never.
-    entry_location_compaction_interval: int = _setting("entryLocationCompactionInterval", -1)
-    is_throttle_by_bytes: bool = _setting("isThrottleByBytes", False)
+    entry_location_compaction_interval: int = _setting(-1)
+    is_throttle_by_bytes: bool = _setting(False)
     #: Entries a second. None: `compaction_rate`, its old name.
-    compaction_rate_by_entries: int | None = _setting("compactionRateByEntries", None, least=1)
-    compaction_rate: int = _setting("compactionRate", 1000, least=1)
-    compaction_rate_by_bytes: int = _setting("compactionRateByBytes", 1_000_000, least=1)
-    compaction_max_outstanding_requests: int = _setting("compactionMaxOutstandingRequests", 100_000, floor=1)
-    use_transactional_compaction: bool = _setting("useTransactionalCompaction", False)
-    use_target_entry_log_size_for_gc: bool = _setting("useTargetEntryLogSizeForGc", False)
-    force_allow_compaction: bool = _setting("forceAllowCompaction", False)
-    is_force_gc_allow_when_no_space: bool = _setting("isForceGCAllowWhenNoSpace", False)
-    gc_wait_time: int = _setting("gcWaitTime", 600_000, least=1)
+    compaction_rate_by_entries: int | None = _setting(None, least=1)
+    compaction_rate: int = _setting(1000, least=1)
+    compaction_rate_by_bytes: int = _setting(1_000_000, least=1)
+    compaction_max_outstanding_requests: int = _setting(100_000, floor=1)
+    use_transactional_compaction: bool = _setting(False)
+    use_target_entry_log_size_for_gc: bool = _setting(False)
+    force_allow_compaction: bool = _setting(False)
+    is_force_gc_allow_when_no_space: bool = _setting(False, key="isForceGCAllowWhenNoSpace")
+    gc_wait_time: int = _setting(600_000, least=1)
     #: Milliseconds; 0 or less: never.
-    gc_overreplicated_ledger_wait_time: int = _setting("gcOverreplicatedLedgerWaitTime", 86_400_000)
-    gc_metadata_op_rate_limit: int = _setting("gcMetadataOpRateLimit", 1000, least=1)
+    gc_overreplicated_ledger_wait_time: int = _setting(86_400_000)
+    gc_metadata_op_rate_limit: int = _setting(1000, least=1)
     #: Accepted: what the logs hold is kept in memory, and every ledger is read again before it goes.
-    gc_entry_log_metadata_cache_enabled: bool = _setting("gcEntryLogMetadataCacheEnabled", False)
-    verify_metadata_on_gc: bool = _setting("verifyMetadataOnGC", False)
+    gc_entry_log_metadata_cache_enabled: bool = _setting(False)
+    verify_metadata_on_gc: bool = _setting(False, key="verifyMetadataOnGC")
     #: A round that would delete at least so many scoped ledgers, and more than this part of them, deletes none of them.
-    gc_scoped_delete_count_min: int = _setting("gcScopedDeleteCountMin", 100, least=1)
-    gc_scoped_delete_ratio_max: float = _setting("gcScopedDeleteRatioMax", 0.5, least=0.0, most=1.0)
-    flush_interval: int = _setting("flushInterval", 10_000, least=1)
-    page_size: int = _setting("pageSize", 8192, least=8, most=1 << 24)
-    page_limit: int = _setting("pageLimit", -1, floor=-1)
+    gc_scoped_delete_count_min: int = _setting(100, least=1)
+    gc_scoped_delete_ratio_max: float = _setting(0.5, least=0.0, most=1.0)
+    flush_interval: int = _setting(10_000, least=1)
+    page_size: int = _setting(8192, least=8, most=1 << 24)
+    page_limit: int = _setting(-1, floor=-1)
     #: 0 is the default: Pulsar's file has it for DbLedgerStorage, where Java does not read it.
-    open_file_limit: int = _setting("openFileLimit", 20_000, least=1, unset="0")
-    file_info_format_version_to_write: int = _setting("fileInfoFormatVersionToWrite", 1, least=0, most=1)
+    open_file_limit: int = _setting(20_000, least=1, unset="0")
+    file_info_format_version_to_write: int = _setting(1, least=0, most=1)
 
     #: Both caches of DbLedgerStorage are shared by its directories. Java's default is a quarter of the direct memory,
     #: also where nothing follows the `=`. Source: DbLedgerStorage.getLongVariableOrDefault.
-    db_storage_write_cache_max_size_mb: int = _setting("dbStorage_writeCacheMaxSizeMb", 128, least=1, unset="")
-    db_storage_read_ahead_cache_max_size_mb: int = _setting("dbStorage_readAheadCacheMaxSizeMb", 64, least=0, unset="")
-    db_storage_read_ahead_cache_batch_size: int = _setting("dbStorage_readAheadCacheBatchSize", 100, floor=0)
+    db_storage_write_cache_max_size_mb: int = _setting(128, least=1, unset="", key="dbStorage_writeCacheMaxSizeMb")
+    db_storage_read_ahead_cache_max_size_mb: int = _setting(
+        64, least=0, unset="", key="dbStorage_readAheadCacheMaxSizeMb"
+    )
+    db_storage_read_ahead_cache_batch_size: int = _setting(100, floor=0, key="dbStorage_readAheadCacheBatchSize")
     #: 0 or less: only the number of entries counts.
-    db_storage_read_ahead_cache_batch_bytes_size: int = _setting("dbStorage_readAheadCacheBatchBytesSize", -1)
+    db_storage_read_ahead_cache_batch_bytes_size: int = _setting(-1, key="dbStorage_readAheadCacheBatchBytesSize")
     #: Bytes, in each directory; None: 32 MiB. Java's default is a tenth of the direct memory.
-    db_storage_rocksdb_block_cache_size: int | None = _setting("dbStorage_rocksDB_blockCacheSize", None, least=0)
+    db_storage_rocksdb_block_cache_size: int | None = _setting(None, least=0, key="dbStorage_rocksDB_blockCacheSize")
     db_storage_rocksdb_write_buffer_size_mb: int = _setting(
-        "dbStorage_rocksDB_writeBufferSizeMB", 64, least=1, most=1 << 20
+        64, least=1, most=1 << 20, key="dbStorage_rocksDB_writeBufferSizeMB"
     )
-    db_storage_rocksdb_sst_size_mb: int = _setting("dbStorage_rocksDB_sstSizeInMB", 64, least=1, most=1 << 20)
-    db_storage_rocksdb_block_size: int = _setting("dbStorage_rocksDB_blockSize", 64 * 1024, least=256, most=1 << 28)
+    db_storage_rocksdb_sst_size_mb: int = _setting(64, least=1, most=1 << 20, key="dbStorage_rocksDB_sstSizeInMB")
+    db_storage_rocksdb_block_size: int = _setting(64 * 1024, least=256, most=1 << 28, key="dbStorage_rocksDB_blockSize")
     db_storage_rocksdb_bloom_filter_bits_per_key: int = _setting(
-        "dbStorage_rocksDB_bloomFilterBitsPerKey", 10, floor=-1, most=100
+        10, floor=-1, most=100, key="dbStorage_rocksDB_bloomFilterBitsPerKey"
     )
-    db_storage_rocksdb_num_levels: int = _setting("dbStorage_rocksDB_numLevels", -1, most=64)
+    db_storage_rocksdb_num_levels: int = _setting(-1, most=64, key="dbStorage_rocksDB_numLevels")
     db_storage_rocksdb_num_files_in_level0: int = _setting(
-        "dbStorage_rocksDB_numFilesInLevel0", 4, least=1, most=1 << 20
+        4, least=1, most=1 << 20, key="dbStorage_rocksDB_numFilesInLevel0"
     )
     db_storage_rocksdb_max_size_in_level1_mb: int = _setting(
-        "dbStorage_rocksDB_maxSizeInLevel1MB", 256, least=1, most=1 << 20
+        256, least=1, most=1 << 20, key="dbStorage_rocksDB_maxSizeInLevel1MB"
     )
-    db_storage_rocksdb_lz4_compression_enabled: bool = _setting("dbStorage_rocksDB_lz4CompressionEnabled", True)
+    db_storage_rocksdb_lz4_compression_enabled: bool = _setting(True, key="dbStorage_rocksDB_lz4CompressionEnabled")
     #: Every Apache bookie reads 2; bookies from 4.16 on read 5.
-    db_storage_rocksdb_format_version: int = _setting("dbStorage_rocksDB_format_version", 5, least=2, most=5)
-    db_storage_rocksdb_log_path: str | None = _setting("dbStorage_rocksDB_logPath", None)
+    db_storage_rocksdb_format_version: int = _setting(5, least=2, most=5, key="dbStorage_rocksDB_format_version")
+    db_storage_rocksdb_log_path: str | None = _setting(None, key="dbStorage_rocksDB_logPath")
 
     #: At most RECORD_SIZE_BYTES_MAX: an entry that arrives must be readable in the journals and entry logs.
-    netty_max_frame_size_bytes: int = _setting("nettyMaxFrameSizeBytes", 5 * 1024 * 1024, least=1024, most=256 << 20)
-    max_batch_read_size: int = _setting("maxBatchReadSize", 5 * 1024 * 1024, floor=1)
+    netty_max_frame_size_bytes: int = _setting(5 * 1024 * 1024, least=1024, most=256 << 20)
+    max_batch_read_size: int = _setting(5 * 1024 * 1024, floor=1)
     #: Of all connections together; 0: no limit.
-    max_adds_in_progress_limit: int = _setting("maxAddsInProgressLimit", 0, floor=0)
-    max_reads_in_progress_limit: int = _setting("maxReadsInProgressLimit", 0, floor=0)
-    num_add_worker_threads: int = _setting("numAddWorkerThreads", 1, floor=0)
-    num_read_worker_threads: int = _setting("numReadWorkerThreads", 8, floor=0)
+    max_adds_in_progress_limit: int = _setting(0, floor=0)
+    max_reads_in_progress_limit: int = _setting(0, floor=0)
+    num_add_worker_threads: int = _setting(1, floor=0)
+    num_read_worker_threads: int = _setting(8, floor=0)
     #: The most requests that wait for each of the threads above; further ones are refused. 0: no limit.
-    max_pending_add_requests_per_thread: int = _setting("maxPendingAddRequestsPerThread", 10_000, floor=0)
-    max_pending_read_requests_per_thread: int = _setting("maxPendingReadRequestsPerThread", 10_000, floor=0)
+    max_pending_add_requests_per_thread: int = _setting(10_000, floor=0)
+    max_pending_read_requests_per_thread: int = _setting(10_000, floor=0)
     #: The longest time that a client may leave answers unread; negative: no limit.
-    wait_timeout_on_response_backpressure_ms: int = _setting("waitTimeoutOnResponseBackpressureMs", -1)
-    close_channel_on_response_timeout: bool = _setting("closeChannelOnResponseTimeout", False)
+    wait_timeout_on_response_backpressure_ms: int = _setting(-1)
+    close_channel_on_response_timeout: bool = _setting(False)
     #: Ours: clients that are connected at once, and never more than half of the process's open files. 0: that half.
-    server_max_connections: int = _setting("serverMaxConnections", 20_000, least=0)
+    server_max_connections: int = _setting(20_000, least=0)
     #: Ours, milliseconds, 0: no deadline. A connection ends when its first request does not come; when a request has
     #: begun and its rest does not come; and after so long without a request while no answer is due.
-    server_first_request_timeout_ms: int = _setting("serverFirstRequestTimeoutMs", 60_000, least=0)
-    server_request_timeout_ms: int = _setting("serverRequestTimeoutMs", 60_000, least=0)
-    server_idle_timeout_ms: int = _setting("serverIdleTimeoutMs", 0, least=0)
+    server_first_request_timeout_ms: int = _setting(60_000, least=0)
+    server_request_timeout_ms: int = _setting(60_000, least=0)
+    server_idle_timeout_ms: int = _setting(0, least=0)
     #: Ours, milliseconds: how long a TLS handshake may take; 10 s is Netty's own default.
-    server_tls_handshake_timeout_ms: int = _setting("serverTlsHandshakeTimeoutMs", 10_000, least=1)
-    server_sock_keepalive: bool = _setting("serverSockKeepalive", True)
-    server_tcp_keep_idle: int = _setting("serverTcpKeepIdle", -1)
-    server_tcp_keep_intvl: int = _setting("serverTcpKeepIntvl", -1)
-    server_tcp_keep_cnt: int = _setting("serverTcpKeepCnt", -1)
-    bookie_auth_provider_factory_class: str | None = _setting("bookieAuthProviderFactoryClass", None)
+    server_tls_handshake_timeout_ms: int = _setting(10_000, least=1)
+    server_sock_keepalive: bool = _setting(True)
+    server_tcp_keep_idle: int = _setting(-1)
+    server_tcp_keep_intvl: int = _setting(-1)
+    server_tcp_keep_cnt: int = _setting(-1)
+    bookie_auth_provider_factory_class: str | None = _setting(None)
 
-    disk_usage_threshold: float = _setting("diskUsageThreshold", 0.95, least=0.0, most=1.0)
-    disk_usage_warn_threshold: float = _setting("diskUsageWarnThreshold", 0.90, least=0.0, most=1.0)
+    disk_usage_threshold: float = _setting(0.95, least=0.0, most=1.0)
+    disk_usage_warn_threshold: float = _setting(0.90, least=0.0, most=1.0)
     #: A full directory is used again below this; None: `disk_usage_threshold`.
-    disk_usage_lwm_threshold: float | None = _setting("diskUsageLwmThreshold", None, least=0.0, most=1.0)
-    disk_check_interval: int = _setting("diskCheckInterval", 10_000, least=1)
-    read_only_mode_enabled: bool = _setting("readOnlyModeEnabled", True)
-    read_only_mode_on_any_disk_full_enabled: bool = _setting("readOnlyModeOnAnyDiskFullEnabled", True)
+    disk_usage_lwm_threshold: float | None = _setting(None, least=0.0, most=1.0)
+    disk_check_interval: int = _setting(10_000, least=1)
+    read_only_mode_enabled: bool = _setting(True)
+    read_only_mode_on_any_disk_full_enabled: bool = _setting(True)
     #: The free bytes that a full directory needs for files that must be created; None: `log_size_limit`.
-    min_usable_size_for_entry_log_creation: int | None = _setting("minUsableSizeForEntryLogCreation", None, floor=0)
-    min_usable_size_for_index_file_creation: int = _setting("minUsableSizeForIndexFileCreation", 100 << 20, floor=0)
+    min_usable_size_for_entry_log_creation: int | None = _setting(None, floor=0)
+    min_usable_size_for_index_file_creation: int = _setting(100 << 20, floor=0)
     #: None: that for entry logs.
-    min_usable_size_for_high_priority_writes: int | None = _setting("minUsableSizeForHighPriorityWrites", None, floor=0)
-    force_read_only_bookie: bool = _setting("forceReadOnlyBookie", False)
+    min_usable_size_for_high_priority_writes: int | None = _setting(None, floor=0)
+    force_read_only_bookie: bool = _setting(False)
     #: Keep the mode in BOOKIE_STATUS over a restart.
-    persist_bookie_status_enabled: bool = _setting("persistBookieStatusEnabled", False)
+    persist_bookie_status_enabled: bool = _setting(False)
 
     #: Also run auto-recovery in the bookie's process.
-    auto_recovery_daemon_enabled: bool = _setting("autoRecoveryDaemonEnabled", False)
+    auto_recovery_daemon_enabled: bool = _setting(False)
     #: Seconds, where the metadata store has none: what is stored there counts.
-    lost_bookie_recovery_delay: int = _setting("lostBookieRecoveryDelay", 0, least=0)
+    lost_bookie_recovery_delay: int = _setting(0, least=0)
     #: Seconds between the auditor's checks; 0: never (lost bookies: once, when it starts).
-    auditor_periodic_bookie_check_interval: int = _setting("auditorPeriodicBookieCheckInterval", 86_400, least=0)
-    auditor_periodic_check_interval: int = _setting("auditorPeriodicCheckInterval", 604_800, floor=0)
-    auditor_periodic_placement_policy_check_interval: int = _setting(
-        "auditorPeriodicPlacementPolicyCheckInterval", 0, floor=0
-    )
-    auditor_replicas_check_interval: int = _setting("auditorReplicasCheckInterval", 0, floor=0)
+    auditor_periodic_bookie_check_interval: int = _setting(86_400, least=0)
+    auditor_periodic_check_interval: int = _setting(604_800, floor=0)
+    auditor_periodic_placement_policy_check_interval: int = _setting(0, floor=0)
+    auditor_replicas_check_interval: int = _setting(0, floor=0)
     #: Of the entries between the first and the last of a fragment, which are always read.
-    auditor_ledger_verification_percentage: int = _setting("auditorLedgerVerificationPercentage", 0, least=0, most=100)
-    auditor_max_number_of_concurrent_open_ledger_operations: int = _setting(
-        "auditorMaxNumberOfConcurrentOpenLedgerOperations", 500, least=1
-    )
+    auditor_ledger_verification_percentage: int = _setting(0, least=0, most=100)
+    auditor_max_number_of_concurrent_open_ledger_operations: int = _setting(500, least=1)
     #: Reads in flight while ledgers are checked; 0 or less: a bound of ours.
-    in_flight_read_entry_num_in_ledger_checker: int = _setting("inFlightReadEntryNumInLedgerChecker", -1)
+    in_flight_read_entry_num_in_ledger_checker: int = _setting(-1)
     #: Seconds; marks that are older are counted by the placement check. 0: none are.
-    underreplicated_ledger_recovery_grace_period: int = _setting("underreplicatedLedgerRecoveryGracePeriod", 0, floor=0)
+    underreplicated_ledger_recovery_grace_period: int = _setting(0, floor=0)
     #: Milliseconds that a writer has to replace a lost bookie itself, before its ledger is fenced.
-    open_ledger_rereplication_grace_period: int = _setting("openLedgerRereplicationGracePeriod", 30_000, least=0)
+    open_ledger_rereplication_grace_period: int = _setting(30_000, least=0)
     #: Milliseconds until a ledger that could not be replicated is tried again; the first times sooner.
-    lock_release_of_failed_ledger_grace_period: int = _setting("lockReleaseOfFailedLedgerGracePeriod", 300_000, least=0)
-    rw_rereplicate_backoff_ms: int = _setting("rwRereplicateBackoffMs", 5000, least=0)
+    lock_release_of_failed_ledger_grace_period: int = _setting(300_000, least=0)
+    rw_rereplicate_backoff_ms: int = _setting(5000, least=0)
     #: Entries of a fragment that are copied at once.
-    rereplication_entry_batch_size: int = _setting("rereplicationEntryBatchSize", 10, least=1)
+    rereplication_entry_batch_size: int = _setting(10, least=1)
     #: The placement check also marks ledgers with entries in too few racks, and a worker moves replicas to others.
-    repaired_placement_policy_not_adhering_bookie_enabled: bool = _setting(
-        "repairedPlacementPolicyNotAdheringBookieEnabled", False
-    )
+    repaired_placement_policy_not_adhering_bookie_enabled: bool = _setting(False)
     #: Bytes a second; 0 or less: no limit.
-    replication_rate_by_bytes: int = _setting("replicationRateByBytes", -1)
+    replication_rate_by_bytes: int = _setting(-1)
 
-    tls_provider_factory_class: str | None = _setting("tlsProviderFactoryClass", None)
-    tls_key_store_type: str = _setting("tlsKeyStoreType", "JKS")
-    tls_key_store: str | None = _setting("tlsKeyStore", None)
-    tls_key_store_password_path: str | None = _setting("tlsKeyStorePasswordPath", None)
-    tls_certificate_path: str | None = _setting("tlsCertificatePath", None)
-    tls_trust_store_type: str = _setting("tlsTrustStoreType", "JKS")
-    tls_trust_store: str | None = _setting("tlsTrustStore", None)
-    tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
+    tls_provider_factory_class: str | None = _setting(None)
+    tls_key_store_type: str = _setting("JKS")
+    tls_key_store: str | None = _setting(None)
+    tls_key_store_password_path: str | None = _setting(None)
+    tls_certificate_path: str | None = _setting(None)
+    tls_trust_store_type: str = _setting("JKS")
+    tls_trust_store: str | None = _setting(None)
+    tls_client_authentication: bool = _setting(False)
     #: Ours: Apache's bookie serves clients without TLS too, whatever the other settings say.
-    tls_required: bool = _setting("tlsRequired", False)
+    tls_required: bool = _setting(False)
     #: TLS files that change (also of the HTTP server) are loaded again after so many seconds; 0: by a restart.
-    tls_cert_files_refresh_duration_seconds: int = _setting("tlsCertFilesRefreshDurationSeconds", 0, least=0)
+    tls_cert_files_refresh_duration_seconds: int = _setting(0, least=0)
     #: As `TLSv1.3`; none: TLS 1.2 and later.
     tls_enabled_protocols: tuple[str, ...] = ()
     #: Nobody else may start the bookie; none: anybody may.
     permitted_startup_users: tuple[str, ...] = ()
 
-    http_server_enabled: bool = _setting("httpServerEnabled", False)
-    http_server_port: int = _setting("httpServerPort", 8080, least=0, most=65535)
+    http_server_enabled: bool = _setting(False)
+    http_server_port: int = _setting(8080, least=0, most=65535)
     #: None: every address, as Apache's; all but probes on loopback only, where no token or certificate is asked for.
-    http_server_host: str | None = _setting("httpServerHost", None)
-    http_server_tls_enable: bool = _setting("httpServerTlsEnable", False)
+    http_server_host: str | None = _setting(None)
+    http_server_tls_enable: bool = _setting(False)
     #: PEM: the private key and the certificate.
-    http_server_key_store_path: str | None = _setting("httpServerKeyStorePath", None)
-    http_server_key_store_password: str | None = _setting("httpServerKeyStorePassword", None)
+    http_server_key_store_path: str | None = _setting(None)
+    http_server_key_store_password: str | None = _setting(None)
     #: PEM: the authorities whose client certificates are let in.
-    http_server_trust_store_path: str | None = _setting("httpServerTrustStorePath", None)
-    http_server_trust_store_password: str | None = _setting("httpServerTrustStorePassword", None)
+    http_server_trust_store_path: str | None = _setting(None)
+    http_server_trust_store_password: str | None = _setting(None)
     #: Ours: what a client sends as `Authorization: Bearer`; better in a file.
-    http_server_token: str | None = _setting("httpServerToken", None)
-    http_server_token_file: str | None = _setting("httpServerTokenFile", None)
+    http_server_token: str | None = _setting(None)
+    http_server_token_file: str | None = _setting(None)
     #: Ours: the token of clients that may read, and get no secrets.
-    http_server_read_only_token_file: str | None = _setting("httpServerReadOnlyTokenFile", None)
+    http_server_read_only_token_file: str | None = _setting(None)
     #: Ours: /heartbeat, /metrics, bookie/state and bookie/is_ready need no token.
-    http_server_open_probes: bool = _setting("httpServerOpenProbes", True)
+    http_server_open_probes: bool = _setting(True)
 
     conf_path: Path | None = None
     #: Settings of the file that have no effect here, a sentence each.
@@ -669,7 +657,7 @@ class BookieConfig(ClientConfig):
         is_sorted = given.get("ledger_storage_class", _SORTED_LEDGER_STORAGE) == _SORTED_LEDGER_STORAGE
         if is_sorted and properties.get("sortedLedgerStorageEnabled", "").lower() == "false":
             given["ledger_storage_class"] = _INTERLEAVED_LEDGER_STORAGE
-        declared_keys = {key for declared in fields(cls) for key in declared.metadata.get("keys", ())}
+        declared_keys = {key for keys, _ in settings_of(cls) for key in keys}
         unread = set(properties) - declared_keys - _WITHOUT_EFFECT.keys() - _OTHER_KEYS
         given["warnings"] += _unread_warnings(properties, sorted(unread))
         given["warnings"] += _metrics_warning(properties, given.get("http_server_enabled", False))
@@ -697,17 +685,14 @@ class BookieConfig(ClientConfig):
 
         Only names of `settings()` can be given.
         """
-        declared = {each.metadata["key"]: each for each in fields(self) if each.metadata}
+        declared = {keys[0]: each for keys, each in settings_of(type(self))}
         return replace(self, **{declared[key].name: _parse(declared[key], text, key) for key, text in settings.items()})
 
     def settings(self) -> dict[str, str]:
         """Return every setting of one value, by Java's name, as in a file, without those that are None."""
-        found = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.metadata and value is not None:
-                found[each.metadata["key"]] = str(value).lower() if isinstance(value, bool) else str(value)
-        return found
+        values = {keys[0]: getattr(self, each.name) for keys, each in settings_of(type(self))}
+        given = {key: value for key, value in values.items() if value is not None}
+        return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in given.items()}
 
     @property
     def index_or_ledger_directories(self) -> tuple[str, ...]:
@@ -747,7 +732,7 @@ def _take_rocksdb_conf(path: Path, properties: Properties, given: dict[str, Any]
     if not path.exists():
         return (f"{where}: entryLocationRocksdbConf has no effect: there is no {path}; dbStorage_rocksDB_* count",)
     settings, without_effect = read_options(path)
-    names = {declared.metadata["key"]: declared for declared in fields(BookieConfig) if declared.metadata}
+    names = {keys[0]: each for keys, each in settings_of(BookieConfig)}
     given |= {names[key].name: _parse(names[key], text, f"{path}: {key}") for key, text in settings.items()}
     if not without_effect:
         return ()
@@ -771,8 +756,8 @@ def _metrics_warning(properties: Properties, is_http_enabled: bool) -> tuple[str
 def _given(cls: type[ClientConfig], properties: Properties) -> dict[str, Any]:
     """Return the settings of `cls` that `properties` has, by field name."""
     given = {}
-    for declared in fields(cls):
-        key = next((key for key in declared.metadata.get("keys", ()) if key in properties), None)
+    for keys, declared in settings_of(cls):
+        key = next((key for key in keys if key in properties), None)
         if key is None or ("None" in str(declared.type) and properties[key] == ""):
             continue
         # A list, as of groups, has commas that the file's reader took for its own.

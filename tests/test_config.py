@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -297,9 +296,7 @@ def test_every_key_of_pulsar_s_file_is_obeyed_or_named_in_a_warning(tmp_path: Pa
 )
 def test_numbers_below_the_least_are_read_as_java_reads_them(tmp_path: Path, line: str, value: object) -> None:
     config = BookieConfig.load(write(tmp_path / "bk.conf", line))
-    key = line.partition("=")[0]
-    (name,) = (each.name for each in dataclasses.fields(config) if each.metadata.get("key") == key)
-    assert getattr(config, name) == value
+    assert config.settings()[line.partition("=")[0]] == str(value)
 
 
 def test_one_and_zero_are_true_and_false(tmp_path: Path) -> None:

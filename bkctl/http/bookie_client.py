@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, get_type_hints
 
 from bkctl.bookie.collector_metadata import GarbageCollectionStatus
+from bkctl.config import camel_case
 from bkctl.errors import BkctlError, NotFound, ProtocolError, Unsupported
 from bkctl.http.client import ApiClient, ApiResponse, server_message, shortened
 
@@ -262,12 +263,6 @@ class _Fields:
             return convert(self.values[name])
         except (KeyError, ValueError) as error:
             raise _unexpected(f"{self._what}: {name!r}", f"not a {kind}", self.values[name]) from error
-
-
-def camel_case(name: str) -> str:
-    """Return `lastRound` for `last_round`."""
-    first, *rest = name.split("_")
-    return first + "".join(map(str.capitalize, rest))
 
 
 def _whole(value: Any) -> int:

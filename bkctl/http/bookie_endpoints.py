@@ -14,13 +14,12 @@ from bkctl.bookie.cookies import configured_directories, stamp_or_verify
 from bkctl.bookie.entry_log_collection import MAJOR, MINOR
 from bkctl.bookie.metrics import CONTENT_TYPE
 from bkctl.client.trials import SANITY_ENTRY_COUNT, sanity_test
-from bkctl.config import BookieConfig, read_properties
+from bkctl.config import BookieConfig, camel_case, read_properties
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.journals import latest_marks
 from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
-from bkctl.http.bookie_client import camel_case
 from bkctl.http.bookie_metrics import metrics_text, process_text
 from bkctl.http.endpoints import (
     BOOLEAN,

@@ -6,7 +6,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from bkctl.client.placement import (
     choose_replacements,
     mend_placement,
 )
-from bkctl.config import ClientConfig, read_properties
+from bkctl.config import ClientConfig, read_properties, settings_of
 from bkctl.errors import NotEnoughBookies, Unsupported, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
@@ -629,5 +628,5 @@ def test_ensembles_adhere_to_regions_and_zones_as_well_as_any_does(
 
 def test_every_setting_of_a_client_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
-    keys = [key for field in fields(ClientConfig) for key in field.metadata["keys"] if "_" not in key]
+    keys = [key for keys, _ in settings_of(ClientConfig) for key in keys if "_" not in key]
     assert [key for key in keys if f"`{key}`" not in page and f"`{key}:" not in page] == []
