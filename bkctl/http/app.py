@@ -11,8 +11,8 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import ClientDisconnect, Request
@@ -175,14 +175,17 @@ class Api:
             log.exception("%s %r", request.method, request.scope["path"])
             return error_answer(500, f"Internal error: {type(error).__name__}", "see the server's log")
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Count one request, whose body is here: one that its client holds back takes no other's place."""
+    @asynccontextmanager
+    async def _running(self, timeout_s: float, what: str = "answer") -> AsyncIterator[None]:
+        """Count and time one request, whose body is here: one that its client holds back takes no other's place."""
         if self._running_count >= REQUESTS_MAX:
             raise Refused(503, "Too many requests at once", "try again later", {"Retry-After": "1"})
         self._running_count += 1
         try:
-            yield
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError as error:
+            raise TimedOut(f"The {what} took longer than {timeout_s:g} s") from error
         finally:
             self._running_count -= 1
 
@@ -209,12 +212,8 @@ class Api:
         timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
         if self._is_forwarded(endpoint):
             timeout_s += FORWARD_TIMEOUT_S
-        try:
-            with self._running():
-                async with asyncio.timeout(timeout_s):
-                    return await self._handled(endpoint, request, body, has_full_access)
-        except TimeoutError as error:
-            raise TimedOut(f"The answer took longer than {timeout_s:g} s") from error
+        async with self._running(timeout_s):
+            return await self._handled(endpoint, request, body, has_full_access)
 
     async def _page(self, console: Console, request: Request) -> Response:
         """Return a page of the console, which has its own sign-in. Links may lead to it from anywhere."""
@@ -223,12 +222,8 @@ class Api:
             _check_page(request, None)
         self._check_loopback(request)
         body = await _read_body(request)
-        try:
-            with self._running():
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    return await console.answer(request, body)
-        except TimeoutError as error:
-            raise TimedOut(f"The page took longer than {ANSWER_TIMEOUT_S:g} s") from error
+        async with self._running(ANSWER_TIMEOUT_S, "page"):
+            return await console.answer(request, body)
 
     async def _handled(self, endpoint: ApiEndpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
