@@ -13,10 +13,11 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple, Self
 
-from bkctl.errors import BkctlError, DirectoryInUse
+from bkctl.errors import BkctlError, DirectoryInUse, on_error
 from bkctl.formats.layout import Buffer
 
 #: Most buffers of one pwritev.
@@ -320,7 +321,7 @@ class Files:
 
         Raises OSError; FileExistsError for a `path` that exists, unless `overwrite`.
         """
-        try:
+        with on_error(partial(self.remove, file.path), OSError):
             with file:
                 yield file
                 file.sync()
@@ -329,10 +330,6 @@ class Files:
             else:
                 os.link(file.path, path)
                 self.remove(file.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self.remove(file.path)
-            raise
         self.sync_directory(path.parent)
 
     def note_written(self, directory: Path) -> None:

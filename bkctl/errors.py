@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Final
 
 EXIT_CODES: Final[dict[int, str]] = {
@@ -280,6 +282,17 @@ class BadVersion(Unsupported):
 
     v2_code = 103
     v3_code = 503
+
+
+@contextmanager
+def on_error(undo: Callable[[], object], *ignored: type[BaseException]) -> Iterator[None]:
+    """Call `undo` after any error in the block, which stays on its way; of its own errors, `ignored` are dropped."""
+    try:
+        yield
+    except BaseException:
+        with suppress(*ignored):
+            undo()
+        raise
 
 
 __all__ = [name for name, found in list(globals().items()) if isinstance(found, type) and issubclass(found, BkctlError)]

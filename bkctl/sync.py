@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, c
 
 from bkctl.client import ledger, read_handle, write_handle
 from bkctl.client.reader import LedgerEntry
-from bkctl.errors import BkctlError, IllegalOperation
+from bkctl.errors import BkctlError, IllegalOperation, on_error
 from bkctl.formats.layout import Buffer
 from bkctl.protocol.connection import new_event_loop
 
@@ -259,11 +259,8 @@ class BookKeeper(_Twin[ledger.BookKeeper]):
         client = ledger.BookKeeper(*args, **options)
         super().__init__(_LoopThread(), client)
         self._closing = threading.Lock()
-        try:
+        with on_error(self._thread.stop):
             self._thread.run(client.__aenter__)
-        except BaseException:
-            self._thread.stop()
-            raise
 
     create_ledger = _opens(ledger.BookKeeper.create_ledger, WriteHandle)
     create_ledger_adv = _opens(ledger.BookKeeper.create_ledger_adv, WriteHandle)

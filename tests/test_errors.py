@@ -53,3 +53,23 @@ def test_errors_survive_pickling(error: errors.BkctlError) -> None:
         copy = pickle.loads(pickle.dumps(error, protocol))
         assert type(copy) is type(error)
         assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))
+
+
+def test_on_error_undoes_after_an_error_alone_and_lets_the_first_one_through() -> None:
+    undone: list[str] = []
+
+    def undo(error: Exception | None = None) -> None:
+        undone.append("undone")
+        if error is not None:
+            raise error
+
+    with errors.on_error(undo):
+        pass
+    assert not undone
+    with pytest.raises(KeyboardInterrupt), errors.on_error(undo):
+        raise KeyboardInterrupt
+    with pytest.raises(errors.NotFound), errors.on_error(lambda: undo(OSError()), OSError):
+        raise errors.NotFound("first")
+    with pytest.raises(ValueError, match="second"), errors.on_error(lambda: undo(ValueError("second")), OSError):
+        raise errors.NotFound("first")
+    assert len(undone) == 3

@@ -18,7 +18,7 @@ from bkctl.bookie.collector_metadata import USAGE_BUCKETS, CollectorMetadata, Un
 from bkctl.columns import some_of
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import BkctlError, UsageError, on_error
 from bkctl.ids import LedgerIdSet
 from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, UnreadableEntryLog
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
@@ -293,12 +293,10 @@ class EntryLogCollector:
         copied = compactor.entry_count
         try:
             # From here on the index knows every entry of these logs: entries that it does not point to are garbage.
-            self._checkpoint()
-            self._compact_logs(candidates, settings.time_max_ms)
-            compactor.flush()
-        except BaseException:
-            compactor.abort()
-            raise
+            with on_error(compactor.abort):
+                self._checkpoint()
+                self._compact_logs(candidates, settings.time_max_ms)
+                compactor.flush()
         finally:
             stats.compacted_entries += compactor.entry_count - copied
             stats.compact_ratio = self._compacted_count / log_count

@@ -17,7 +17,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Final, Self
 
 from bkctl.config import BookieConfig
 from bkctl.disk import DIRECTORY_MODE
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, DirectoryInUse, NotFound
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, DirectoryInUse, NotFound, on_error
 from bkctl.files.windows import FileReader
 from bkctl.formats.index import (
     STORAGE_FLAGS_KEY,
@@ -153,22 +153,20 @@ class Database:
 
         for attempt in range(1, _OPEN_ATTEMPTS + 1):
             view = TemporaryDirectory(prefix="bkctl-")
-            with ExitStack() as undo:
-                undo.callback(view.cleanup)
-                try:
+            try:
+                with on_error(view.cleanup):
                     link_files(path, Path(view.name))
                     check_manifest(path)
                     with rocksdb_errors(path, "cannot be opened", view.name):
                         database = open_read_only(view.name)
-                except (Corrupt, NotFound):
-                    # A running bookie may just create the database, or have replaced files meanwhile; real damage is
-                    # there at the next attempt too.
-                    if attempt == _OPEN_ATTEMPTS:
-                        raise
-                    time.sleep(_PAUSE_S)
-                    continue
-                undo.pop_all()
-                return cls(path, database, view, scoped=_is_scoped(path, scoped), writes=False)
+            except (Corrupt, NotFound):
+                # A running bookie may just create the database, or have replaced files meanwhile; real damage is
+                # there at the next attempt too.
+                if attempt == _OPEN_ATTEMPTS:
+                    raise
+                time.sleep(_PAUSE_S)
+                continue
+            return cls(path, database, view, scoped=_is_scoped(path, scoped), writes=False)
         raise AssertionError
 
     @classmethod

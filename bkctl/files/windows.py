@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from bkctl.disk import Closing, data_of, open_regular, skip_hole
-from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
+from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError, on_error
 
 WINDOW_SIZE_BYTES: Final = 1 << 20
 _WINDOW_SIZE_MIN_BYTES: Final = 512
@@ -38,11 +38,8 @@ class FileReader(Closing):
             raise irregular if error.errno == errno.ENXIO else _file_error(error, self.name) from error
         except ValueError as error:
             raise UsageError(f"{self.name!r} is not a file name") from error
-        try:
+        with on_error(self.close):
             self._begin()
-        except BkctlError:
-            self.close()
-            raise
 
     def _begin(self) -> None:
         """Read the header of a file that has one; its errors are the constructor's."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from itertools import islice
@@ -24,7 +24,7 @@ from types import NoneType, UnionType
 from typing import Any, Final, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from bkctl.bookie.local import active_cluster
-from bkctl.errors import BkctlError, Corrupt, Unsupported
+from bkctl.errors import BkctlError, Corrupt, Unsupported, on_error
 from bkctl.formats.metadata import BookieServiceInfo, LedgerMetadata
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import ClusterLoad, LoadWatch, ask_all
@@ -258,11 +258,9 @@ class RecordedCluster:
         files = tempfile.TemporaryDirectory(prefix="bkctl-bundle-")
         export = Path(files.name) / METADATA
         export.write_bytes(self._members[METADATA])
-        with ExitStack() as stack:
-            stack.callback(files.cleanup)
+        with on_error(files.cleanup):
             cluster = open_cluster(f"sqlite://{files.name}/metadata.db", create_store=True)
-            stack.callback(cluster.close)
-            with self._checked("is a damaged bundle"):
+            with on_error(cluster.close), self._checked("is a damaged bundle"):
                 with ExportFile(export) as source:
                     source.check()
                     prepare_target(cluster, source)
@@ -273,7 +271,6 @@ class RecordedCluster:
                 for each in bookies:
                     if each.state != "down":
                         cluster.bookies.register(each.bookie_id, each.info or BookieServiceInfo(), each.state == "ro")
-            stack.pop_all()
         for name in _CHANGES:
             setattr(cluster.store, name, _refuse)
         cluster.__dict__["bundle_files"] = files  # removed with the cluster

@@ -19,6 +19,7 @@ from typing import Final
 
 from bkctl.bookie.local import data_directory
 from bkctl.disk import make_private_directory
+from bkctl.errors import on_error
 
 _TOKEN_SIZE_BYTES_MAX: Final = 256
 _LOCK_ATTEMPTS: Final = 100
@@ -39,13 +40,10 @@ class LocalToken:
         self.path = token_path(address, port)
         make_private_directory(self.path.parent)
         self._fd = self._locked()
-        try:
+        with on_error(self.close):
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{self.text}\n".encode("ascii"), 0)
-        except OSError:
-            self.close()
-            raise
 
     def _locked(self) -> int:
         for _ in range(_LOCK_ATTEMPTS):

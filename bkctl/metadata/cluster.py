@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from bkctl.disk import Closing
-from bkctl.errors import AlreadyExists, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.errors import AlreadyExists, Corrupt, NotFound, Unsupported, UsageError, on_error
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout
 from bkctl.ids import check_bookie_id, is_bookie_id
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
@@ -378,13 +378,10 @@ def open_cluster(
     security = security.over(location.security)
     times = {"timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "session_timeout_s": session_timeout_s}
     store = _open_store(location, times, create or create_store, security)
-    try:
+    with on_error(store.close):
         cluster = Cluster(location, store)
         if create:
             cluster.created = init_cluster(cluster)
-    except BaseException:
-        store.close()
-        raise
     return cluster
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.log_check import batches_behind
 from bkctl.disk import Closing
-from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, on_error
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import Gap
 from bkctl.files.scan import RecordBatch, ScanState
@@ -81,12 +81,9 @@ class LedgerExtraction(Closing):
         self._readers: OrderedDict[int, EntryLogReader] = OrderedDict()
         #: For each copy: entry id, index in `log_paths`, offset of the size field, size.
         self._parts = [np.empty((0, 4), np.int64)]
-        try:
+        with on_error(self.close):
             for path in sorted(paths, key=_age):
                 self._scan(path)
-        except BaseException:
-            self.close()
-            raise
         if digests is not None:
             self._note_damage(digests.late_findings())
         copies = np.concatenate(self._parts)

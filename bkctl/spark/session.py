@@ -19,13 +19,13 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import bkctl
-from bkctl.errors import BkctlError, NotFound, Unreachable, is_interrupt
+from bkctl.errors import BkctlError, NotFound, Unreachable, is_interrupt, on_error
 from bkctl.spark.failures import java_causes, plain_errors
 from bkctl.spark.internals import forget_context, gateway_to, silence_accumulators, spark_home
 from bkctl.tasks import signals_restored
@@ -244,8 +244,7 @@ class SparkRuntime:
         logging.getLogger().addFilter(lambda record: Path(record.pathname).parent.name != "py4j")
         # Spark's default is whatever `python3` is on PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-        with ExitStack() as stack:
-            stack.callback(self._end)
+        with on_error(self._end):
             try:
                 self._connect()
             except Exception as error:
@@ -255,7 +254,6 @@ class SparkRuntime:
                 if is_of_spark or self._has_ended():
                     raise self._failure(error) from error
                 raise
-            stack.pop_all()
         return self._session
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -12,7 +12,6 @@ Source: BookieImpl, LedgerDescriptorImpl, SyncThread; BP-35.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import random
@@ -36,6 +35,7 @@ from bkctl.errors import (
     UnknownLedgerState,
     Unsupported,
     UsageError,
+    on_error,
 )
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import serialize
@@ -268,14 +268,10 @@ class BookieStorage:
             self.files.make_directory(directory)
         check_index(self.config)
         self.ledgers.open()
-        try:
+        with on_error(self.ledgers.close, OSError, BkctlError):  # the failure on its way tells more
             self.checkpoints.marks_written = self._replay()
             self._open_journals()
             self._checkpoint_replayed()
-        except BaseException:
-            with contextlib.suppress(OSError, BkctlError):  # the failure on its way tells more
-                self.ledgers.close()
-            raise
 
     def _replay(self) -> tuple[journal_formats.LogMark, ...]:
         self._open_ledgers.has_scoped = self.ledgers.has_scoped_ledgers()

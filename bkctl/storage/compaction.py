@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, Corrupt, ReadOnlyBookie, Unsupported
+from bkctl.errors import BkctlError, Corrupt, ReadOnlyBookie, Unsupported, on_error
 from bkctl.files.scan import RecordBatch, ScannedFile
 from bkctl.formats.entry_log import HEADER_SIZE, pack_location
 from bkctl.ids import LedgerId
@@ -195,11 +195,8 @@ class EntryLogCompactor:
         if target is None:
             return
         if target.log is not None:
-            try:
+            with on_error(target.log.abort):
                 target.log.finish()
-            except Exception:
-                target.log.abort()
-                raise
             moves = target.every_move()
             while moved := list(islice(moves, self._moves_at_once)):
                 self._storage.index_of(target.logger).move(moved)

@@ -15,11 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.disk import DISK_FULL, NO_SPACE, Files, StorageFile, names_in
+from bkctl.errors import on_error
 from bkctl.formats import entry_log as formats
 from bkctl.formats.entry import read_ledger
 from bkctl.formats.layout import Buffer
@@ -274,13 +276,9 @@ class EntryLogger:
         if not path.parent.is_dir():
             self._files.make_directory(path.parent)
         file = self._files.open(path, create=True)
-        try:
+        # Else every start on a full disk would leave one more.
+        with on_error(partial(self._files.remove, path), OSError), on_error(file.close):
             file.write(0, (formats.write_header(self.version),))
-        except Exception:
-            file.close()
-            with suppress(OSError):  # else every start on a full disk would leave one more
-                self._files.remove(path)
-            raise
         return file
 
     def _write_last_id(self) -> None:
@@ -350,14 +348,9 @@ class EntryLogger:
         directory = self.directories[self._pick_directory()]
         log_id = self._allocate_id()
         path = directory / f"{formats.file_name(log_id)}.compacting"
-        with self._create_lock:
-            try:
-                file = self._make_file(path)
-                self._write_last_id()
-            except Exception:
-                with suppress(OSError):
-                    self._files.remove(path)
-                raise
+        with self._create_lock, on_error(partial(self._files.remove, path), OSError):
+            file = self._make_file(path)
+            self._write_last_id()
         return CompactionLog(self, self._files, log_id, file)
 
     def take_compacted(self, log_id: int, path: Path) -> None:

@@ -13,13 +13,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.disk import NO_SPACE, Files, StorageFile, names_in
-from bkctl.errors import BookieIOError, Corrupt
+from bkctl.errors import BookieIOError, Corrupt, on_error
 from bkctl.formats import journal as formats
 from bkctl.formats.journal import LogMark
 from bkctl.formats.names import SCOPED_DIRECTORY
@@ -107,16 +107,12 @@ class JournalWriter:
         header = formats.write_header(version, tag)
         path = self.directory / formats.file_name(journal_id)
         file = self._files.open(path, create=True)
-        try:
+        # Else every try on a full disk would leave one file more.
+        with on_error(partial(self._files.remove, path), OSError), on_error(file.close):
             file.truncate(0)
             file.write(0, (header,))
             file.sync()
             self._files.sync_directory(self.directory)
-        except Exception:
-            file.close()
-            with suppress(OSError):  # else every try on a full disk would leave one file more
-                self._files.remove(path)
-            raise
         if self._file is not None:
             self._file.close()
         self._file = file

@@ -33,6 +33,7 @@ from bkctl.errors import (
     Unreachable,
     Unsupported,
     UsageError,
+    on_error,
 )
 from bkctl.metadata.backends.sessions import (
     PolledWatch,
@@ -89,12 +90,8 @@ class _SqliteFile:
         elif not os.path.isfile(file):
             raise NotFound(f"No metadata store at {file}", hint="start a local cluster with 'bkctl local up'")
         self._connection = self._connect(create)
-        try:
-            with self._errors():
-                self._open_schema(create)
-        except BaseException:
-            self._connection.close()
-            raise
+        with on_error(self._connection.close), self._errors():
+            self._open_schema(create)
 
     def _connect(self, create: bool) -> sqlite3.Connection:
         from urllib.parse import quote

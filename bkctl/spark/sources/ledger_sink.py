@@ -15,6 +15,7 @@ import secrets
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from bkctl.client.ensemble import check_quorums
 from bkctl.client.write_handle import WriteHandle
 from bkctl.disk import atomic_write
-from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound, UsageError, on_error
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
@@ -111,7 +112,8 @@ class LedgerWriter(DataSourceArrowWriter):
             return LedgerWritten(partition, None)
         with Client(self._source.cluster) as client:
             handle = client.run(self._create(client))
-            try:
+            # The first error counts; `abort` deletes the ledger too.
+            with on_error(partial(client.cluster.ledgers.remove, handle.ledger), BkctlError):
                 for batch in chain((first,), filled):
                     column = batch.column(self._column)
                     if missing := column.null_count:
@@ -119,10 +121,6 @@ class LedgerWriter(DataSourceArrowWriter):
                         raise UsageError(f"{NAME}: {problem}")
                     client.run(_add(handle, column.cast(pa.large_binary()).to_pylist()))
                 client.run(handle.close())
-            except BaseException:
-                with contextlib.suppress(BkctlError):  # The first error counts; `abort` deletes the ledger too.
-                    client.cluster.ledgers.remove(handle.ledger)
-                raise
             return LedgerWritten(partition, handle.ledger.value)
 
     def ledger_settings(self, mark: str) -> dict[str, Any]:

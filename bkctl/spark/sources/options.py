@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.disk import Closing
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import BkctlError, UsageError, on_error
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId, parse_bookie_address, parse_scope_id
 from bkctl.metadata.cluster import Cluster, open_cluster
@@ -275,12 +275,9 @@ class Client(Closing):
 
     def __init__(self, options: ClusterOptions) -> None:
         self.cluster = options.open()
-        try:
+        with on_error(self.cluster.close):
             self._runner = asyncio.Runner(loop_factory=new_event_loop)
             self.bookkeeper = options.bookkeeper(self.cluster)
-        except BaseException:
-            self.cluster.close()
-            raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return or raise the result of `work`."""

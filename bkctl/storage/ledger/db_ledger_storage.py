@@ -31,7 +31,7 @@ from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, Corrupt, UsageError
+from bkctl.errors import BkctlError, Corrupt, UsageError, on_error
 from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.formats.layout import Buffer
@@ -121,20 +121,17 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         for directory in (self.ledger_directory, self.index_directory):
             self.files.make_directory(directory)
         self.loggers = self._open_loggers()
-        try:
-            for prefix in ("", "scoped-"):
-                _check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
-            self.metadata.open()
-            self.locations.open()
-            self._compare_databases(number, count)
-        except BkctlError as error:
-            self.close()
-            if isinstance(error, Corrupt) and error.hint is None:
-                raise Corrupt(error.message, hint=REBUILD_HINT) from error
-            raise
-        except BaseException:
-            self.close()
-            raise
+        with on_error(self.close):
+            try:
+                for prefix in ("", "scoped-"):
+                    _check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
+                self.metadata.open()
+                self.locations.open()
+                self._compare_databases(number, count)
+            except Corrupt as error:
+                if error.hint is None:
+                    raise Corrupt(error.message, hint=REBUILD_HINT) from error
+                raise
 
     def _compare_databases(self, number: int, count: int) -> None:
         """Let the first flush delete entries of ledgers that are not here: leftovers of a deletion by Apache's bookie.

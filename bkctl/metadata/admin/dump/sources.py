@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bkctl.disk import Closing, atomic_write
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, CorruptRecord, Unauthorized, Unsupported, UsageError
+from bkctl.errors import AlreadyExists, Corrupt, CorruptRecord, Unauthorized, Unsupported, UsageError, on_error
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK, MUTES
@@ -118,7 +118,7 @@ class ExportFile(DumpSource):
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._file = open(path, "rb")  # noqa: SIM115 - closed by close
-        try:
+        with on_error(self.close):
             fields = self._fields(self._file.readline(LINE_SIZE_BYTES_MAX), 0)
             if fields.get("format") != FORMAT:
                 raise Corrupt(f"{self.name} is not a metadata export")
@@ -132,9 +132,6 @@ class ExportFile(DumpSource):
             self.header = DumpHeader(
                 uri, instance_id, None if layout is None else self._value(layout, 0), str(fields.get("time"))
             )
-        except BkctlError:
-            self.close()
-            raise
 
     def check(self, progress: Callable[[int], None] = lambda _: None) -> Counter[str]:
         """Read the whole file; return the number of records of each kind. Raises Corrupt for an incomplete file."""
@@ -349,11 +346,8 @@ def open_source(text: str, open_cluster: Callable[[str], Cluster]) -> tuple[Dump
     """
     if "://" in text or text.startswith(("context:", "metadata-store:")):
         cluster = open_cluster(text)
-        try:
+        with on_error(cluster.close):
             return ClusterSource(cluster), cluster
-        except BaseException:
-            cluster.close()
-            raise
     if not text:
         raise UsageError("An export file, or a metadata URI, is needed")
     return ExportFile(Path(text)), None

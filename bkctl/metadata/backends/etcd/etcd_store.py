@@ -32,6 +32,7 @@ from bkctl.errors import (
     NotFound,
     Unreachable,
     UsageError,
+    on_error,
 )
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
@@ -388,11 +389,8 @@ class EtcdStore(EtcdNodes):
         self._watches = EtcdWatches(self._connection)
         #: Of the directory that was listed last: the next call continues there.
         self._last_pages = PageRange(b"")
-        try:
+        with on_error(self.close):
             self._read(self._key(""), count_only=True)
-        except BaseException:
-            self.close()
-            raise
 
     def get(self, path: str) -> Versioned[bytes] | None:
         return versioned(self._read(self._key(path)))

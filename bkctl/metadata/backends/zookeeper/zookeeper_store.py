@@ -27,7 +27,7 @@ from kazoo.exceptions import (
 )
 from kazoo.handlers.threading import KazooTimeoutError
 
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError, on_error
 from bkctl.metadata.backends.zookeeper.multi_read import Origin
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     LOST,
@@ -206,11 +206,8 @@ class ZooKeeperStore(ZooKeeperNodes):
         super().__init__(ZooKeeperConnection(hosts, root, **settings))
         self.name, self.tls = self._connection.name, self._connection.tls
         self._watches = ZooKeeperWatches(self._connection, self._restore_ephemerals)
-        try:
+        with on_error(self.close):
             self._connection.open()
-        except BaseException:
-            self.close()
-            raise
 
     def change_root(self, root: str) -> None:
         """Use the tree below the node `root` from now on."""
@@ -465,11 +462,8 @@ class ZooKeeperWatches:
         self._watches.add(watch)
         self.start_thread()
         cancel = partial(self._watches.discard, watch)
-        try:
+        with on_error(cancel):
             self._arm(watch)
-        except BaseException:
-            cancel()
-            raise
         return cancel
 
     def _arm(self, watch: _Watch) -> None:
