@@ -244,11 +244,7 @@ def parse_many(values: Sequence[bytes]) -> list[LedgerMetadata]:
 
 
 def _parse_v1(body: bytes, at: str) -> LedgerMetadata:
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise Corrupt(f"{at}Ledger metadata (version 1) is not UTF-8") from error
-    lines = _LINE_END.split(text)
+    lines = _LINE_END.split(decoded(body, f"{at}Ledger metadata (version 1)"))
     if lines and not lines[-1]:
         lines.pop()
     if len(lines) < 3:
@@ -453,17 +449,14 @@ class Cookie:
             raise Corrupt(f"{at}Cookie does not begin with its layout version") from error
         if version < 3:
             raise Unsupported(f"{at}Cookie has layout version {version}, 3 and later are known")
-        try:
-            if version == 3:
-                lines = [*_LINE_END.split(rest.decode()), "", ""]
-                bookie_id, journal_dirs, ledger_dirs = lines[:3]
-                instance_id = index_dirs = None
-            else:
-                message = parse_text("CookieFormat", rest, f"{at}Cookie")
-                bookie_id, journal_dirs, ledger_dirs = message.bookieHost, message.journalDir, message.ledgerDirs
-                instance_id, index_dirs = message.instanceId or None, message.indexDirs or None
-        except UnicodeDecodeError as error:
-            raise Corrupt(f"{at}Cookie is not UTF-8") from error
+        if version == 3:
+            lines = [*_LINE_END.split(decoded(rest, f"{at}Cookie")), "", ""]
+            bookie_id, journal_dirs, ledger_dirs = lines[:3]
+            instance_id = index_dirs = None
+        else:
+            message = parse_text("CookieFormat", rest, f"{at}Cookie")
+            bookie_id, journal_dirs, ledger_dirs = message.bookieHost, message.journalDir, message.ledgerDirs
+            instance_id, index_dirs = message.instanceId or None, message.indexDirs or None
         if not bookie_id or not journal_dirs or not ledger_dirs:
             raise Corrupt(f"{at}Cookie does not name its bookie, journal directories and ledger directories")
         return cls(
@@ -555,10 +548,7 @@ class LedgerLayout:
     def parse(cls, data: bytes, where: str = "") -> LedgerLayout:
         """Return the layout in a store's value. Raises Unsupported for format versions except 1 and 2, else Corrupt."""
         at = f"{where}: " if where else ""
-        try:
-            lines = bytes(data).decode().split("\n")
-        except UnicodeDecodeError as error:
-            raise Corrupt(f"{at}Layout is not UTF-8") from error
+        lines = decoded(bytes(data), f"{at}Layout").split("\n")
         version = _integer(lines[0], 32, f"{at}Layout: ")
         if not 1 <= version <= LAYOUT_FORMAT_VERSION:
             raise Unsupported(f"{at}Layout has format version {version}, 1 and 2 are known")
@@ -620,6 +610,14 @@ def _integer(text: str, bits: int, at: str) -> int:
     return value
 
 
+def decoded(data: bytes, what: str) -> str:
+    """Return the UTF-8 text in `data`; `what` names it in errors. Raises Corrupt."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Corrupt(f"{what} is not UTF-8") from error
+
+
 def parse_message(kind: type[M], data: bytes, what: str) -> M:
     """Return the protobuf message in `data`; `what` names it in errors. Raises Corrupt.
 
@@ -639,10 +637,9 @@ def parse_text(kind: str, data: bytes, what: str) -> Any:
     from google.protobuf import text_format
 
     message = getattr(_messages(), kind)()
+    text = decoded(data, what)
     try:
-        text_format.Merge(data.decode(), message)
-    except UnicodeDecodeError as error:
-        raise Corrupt(f"{what} is not UTF-8") from error
+        text_format.Merge(text, message)
     except (text_format.ParseError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise Corrupt(f"{what} is not a text of that kind: {reason}") from error

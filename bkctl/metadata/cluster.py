@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from bkctl.disk import Closing
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, Unsupported, UsageError, on_error
-from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout, decoded
 from bkctl.ids import check_bookie_id, is_bookie_id
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
@@ -345,10 +345,7 @@ class Cluster(Closing):
     def instance_id(self) -> str:
         """Return the cluster's instance id, "" where none is stored. Raises Corrupt for bytes that are not UTF-8."""
         found = self.store.get(self.places.instance_id)
-        try:
-            return "" if found is None else found.value.decode()
-        except UnicodeDecodeError as error:
-            raise Corrupt(f"{self.places.instance_id} in {self.store.name} is not UTF-8") from error
+        return "" if found is None else decoded(found.value, f"{self.places.instance_id} in {self.store.name}")
 
     def close(self) -> None:
         """End the store's session; a second call does nothing."""
