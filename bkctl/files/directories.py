@@ -101,10 +101,12 @@ class BookieDirectories:
         return cls(places, places, places)
 
     def of_a_bookie(self) -> BookieDirectories:
-        """Return self. Raises NotFound if no directory has a file of a bookie: there is nothing to check or repair."""
-        if all(file.kind is FileKind.UNKNOWN for file in self.files()):
-            places = dict.fromkeys(self.journal_dirs + self.ledger_dirs + self.index_dirs)
-            raise NotFound(f"No files of a bookie in {', '.join(map(str, places))}")
+        """Return self. Raises NotFound if no directory has a file of a bookie, or one has none and another a cookie."""
+        places = list(dict.fromkeys(self.journal_dirs + self.ledger_dirs + self.index_dirs))
+        empty = [each for each in places if all(file.kind is FileKind.UNKNOWN for file in type(self)([each]).files())]
+        if empty == places or (empty and self.cookies()):  # A bookie writes its cookie in each of its directories.
+            hint = None if empty == places else "are all of its disks mounted?"
+            raise NotFound(f"No files of a bookie in {', '.join(map(str, empty))}", hint=hint)
         return self
 
     def with_ledgers(self) -> BookieDirectories:

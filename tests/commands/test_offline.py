@@ -283,6 +283,28 @@ def test_directories_without_files_of_a_bookie_are_not_found(cli: Cli, tmp_path:
             assert "No files of a bookie in" in answer.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "journal verify", "entrylog verify", "bookie check", "bookie index check", "bookie index regenerate --all",
+        "bookie index rebuild --ledgers", "bookie convert --to db",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("empty", ["j2", "l2", "i2"])
+def test_an_empty_directory_beside_a_cookie_is_not_mounted(cli: Cli, bookie: Path, words: str, empty: str) -> None:
+    conf, b = bookie / "bk_server.conf", bookie
+    conf.write_text(
+        f"journalDirectories={b}/journal,{b}/j2\nledgerDirectories={b}/ledgers,{b}/l2\nindexDirectories={b}/ledgers,{b}/i2\n"
+    )
+    for name in ("journal", "ledgers", "j2", "l2", "i2"):
+        (bookie / name / "current").mkdir(parents=True, exist_ok=True)
+        (bookie / name / "current" / "VERSION").write_text("4\n")
+    (bookie / empty / "current" / "VERSION").unlink()
+    answer = cli(*words.split(), "-c", conf, *(["--dry-run"] if words.startswith("bookie index r") else []))
+    assert (answer.code, answer.out) == (4, ""), answer
+    assert f"No files of a bookie in {bookie / empty}; are all of its disks mounted?" in answer.err
+
+
 def test_a_position_behind_every_file_is_refused(cli: Cli, bookie: Path) -> None:
     for words in (("journal", "read"), ("entrylog", "read")):
         places = [row["file"] for row in cli(words[0], "list", bookie, "-o", "ndjson").rows]
