@@ -21,8 +21,8 @@ from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes
 from bkctl.files.scan import RecordBatch, ScanState
-from bkctl.formats.entry_log import content_id_of, log_id_of
-from bkctl.formats.names import SCOPED_DIRECTORY
+from bkctl.formats.entry_log import VERSION_SCOPED, content_id_of, log_id_of
+from bkctl.formats.names import CURRENT, DIRTY_NAME, SCOPED_DIRECTORY
 from bkctl.formats.record import NO_LEDGER, RecordType
 from bkctl.ids import LedgerId
 from bkctl.pace import Pace
@@ -105,11 +105,11 @@ def check_entry_logs(
     newest: dict[Path, int] = {}
     beside = [path.parent.parent if path.parent.name == SCOPED_DIRECTORY else path.parent for path in paths]
     with BookieIndexes(BookieDirectories(index_dirs=[*index_dirs, *beside])) as indexes:
-        for path in paths:
+        for path, current in zip(paths, beside, strict=True):
             if path.parent not in newest:
                 newest[path.parent] = _newest_log_id(path.parent)
             log_id = log_id_of(path.name)
-            is_newest = log_id is None or log_id >= newest[path.parent]
+            is_newest = log_id is None or log_id >= newest[path.parent] or _may_be_open(path, current)
             check = check_entry_log(path, checker, is_newest=is_newest, indexes=indexes, pace=pace)
             if check is not None:
                 yield check
@@ -124,6 +124,13 @@ def _newest_log_id(directory: Path) -> int:
             with suppress(OSError):
                 found = log_id if path.stat().st_size > 0 else found
     return found
+
+
+def _may_be_open(log: Path, current: Path) -> bool:
+    """Return True if a bookie that runs, or was killed, wrote to the log: with a log for each ledger, many are open."""
+    with suppress(OSError):
+        return log.stat().st_mtime_ns >= (current / DIRTY_NAME).stat().st_mtime_ns
+    return False
 
 
 def check_entry_log(
@@ -147,6 +154,8 @@ def check_entry_log(
                 check.state, check.good_end = ScanState.EMPTY, 0
                 return check
             check.version = reader.header.version
+            if path.parent.name == (CURRENT if check.version == VERSION_SCOPED else SCOPED_DIRECTORY):
+                check.contradictions.append(f"A log of header version {check.version} does not belong in {path.parent}")
             if indexes is not None and check.log_id is not None:
                 reader.is_indexed = partial(indexes.points_to, check.log_id)
             _check_records(reader, check, checker, pace or Pace())

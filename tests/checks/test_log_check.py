@@ -96,6 +96,16 @@ def test_a_torn_tail_is_a_finding_only_where_newer_logs_follow(verify, keep) -> 
     assert f"byte {offsets[-1]}, {keep} bytes of it are here" in str(older.problem)
 
 
+@pytest.mark.parametrize(("place", "wrong"), [("current", 2), ("current/scoped", 1), ("copies", 0)])
+def test_a_log_of_the_other_id_space_is_a_finding(tmp_path: Path, place: str, wrong: int) -> None:
+    (tmp_path / place).mkdir(parents=True)
+    for version, ledgers in ((1, LEDGERS), (2, SCOPED)):
+        (tmp_path / place / "1f.log").write_bytes(log(ledgers)[0])
+        (check,) = check_entry_logs([tmp_path / place / "1f.log"])
+        problem = f"A log of header version {version} does not belong in {tmp_path / place}"
+        assert (check.problem, check.finding_count) == ((problem, 1) if version == wrong else (None, 0))
+
+
 def grown(entry_id: int, ledger: LedgerId, payload: bytes = b"hello " * 9) -> bytes:
     """An entry of a ledger that has grown so long that a huge size does not contradict it."""
     length = (1 << 40) + (entry_id + 1) * 54
@@ -147,6 +157,10 @@ def test_newest_log_of_a_directory_may_end_torn(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_bytes(b"x")
     older, newest, allocated = check_entry_logs([tmp_path / name for name in ("1.log", "a.log", "b.log")])
     assert (older.finding_count, newest.finding_count, allocated.state) == (1, 0, ScanState.EMPTY)
+    (tmp_path / "DIRTY").touch()
+    assert [check.finding_count for check in check_entry_logs([tmp_path / "1.log"])] == [1], "from before the start"
+    (tmp_path / "1.log").touch()
+    assert [check.finding_count for check in check_entry_logs([tmp_path / "1.log"])] == [0], "it may be one of many"
     (tmp_path / "1.log").unlink()
     assert [check.path.name for check in check_entry_logs([tmp_path / "1.log", tmp_path / "a.log"])] == ["a.log"]
 

@@ -307,6 +307,16 @@ def test_one_log_per_ledger(place: Any) -> None:
     assert [row["compaction"] for row in here.rows("garbage", "--sort", "garbage")][:2] == ["delete", None]
 
 
+def test_logs_that_a_bookie_has_open_are_not_damaged(place: Any) -> None:
+    here = place(INTERLEAVED, entryLogPerLedgerEnabled="true", flushInterval=600_000, writeBufferSizeBytes=1500)
+    here.bookie.start()
+    here.write(3)
+    rows = here.rows("verify", "--no-digests")
+    assert "torn" in {row["state"] for row in rows[:-1]}
+    assert not [row["problem"] for row in rows if row["problem"]]
+    here.bookie.kill()
+
+
 def mixed(here: Place) -> list[str]:
     """Ledgers that are alive, with deleted ones between them; the logs are closed but for the last."""
     ids = here.write(12)
