@@ -184,9 +184,14 @@ class IndexConverter(ABC):
         self.directories = [ConvertedDirectory(storage.index_dir) for storage in self.storages]
         self._directories = BookieDirectories(index_dirs=layout.index_dirs)
 
-    @abstractmethod
     def check(self) -> None:
-        """Refuse what cannot be converted, before anything is written."""
+        """Refuse what cannot be converted, before anything is written: here symbolic links to a part of an index."""
+        for entry in (entry for storage in self.storages for entry in os.scandir(storage.index_dir)):
+            if entry.is_symlink() and (entry.name in DATABASE_NAMES or _LEVEL_NAME.fullmatch(entry.name)):
+                raise Unsupported(
+                    f"{entry.path} is a symbolic link and cannot become a backup",
+                    hint="replace the link by the directory that it points to",
+                )
 
     @abstractmethod
     def read_old(self) -> Iterator[IndexedLedger]:
@@ -361,21 +366,16 @@ class DatabaseConverter(IndexConverter):
         }
 
     def check(self) -> None:
+        super().check()
         if not self.paths:
             where = ", ".join(str(storage.index_dir) for storage in self.storages)
             raise UsageError(f"No index files found in {where}", hint="is the bookie converted already?")
-        for entry in (entry for storage in self.storages for entry in os.scandir(storage.index_dir)):
-            if _LEVEL_NAME.fullmatch(entry.name) and entry.is_symlink():
-                raise Unsupported(
-                    f"{entry.path} is a symbolic link and cannot be renamed to a backup",
-                    hint="replace the link by the directory that it points to",
-                )
         for storage in self.storages:
             for path in (storage.index_dir / "ledgers", storage.index_dir / "scoped-ledgers"):
                 with suppress(NotFound), LedgersDatabase.open(path) as database:
                     if count := sum(1 for _ in database.ledgers()):
                         raise Conflict(
-                            f"{path} has {count:,} ledgers, and {storage.index_dir} also has index files",
+                            f"{path} has {count:,} ledgers, and {next(iter(self.paths.values()))} is an index file",
                             hint="keep one of the two, move the other away",
                         )
         if len(self.storages) > 1:
@@ -480,6 +480,7 @@ class IndexFileConverter(IndexConverter):
     """Converts databases to index files."""
 
     def check(self) -> None:
+        super().check()
         if not any((storage.index_dir / "ledgers").is_dir() for storage in self.storages):
             where = ", ".join(str(storage.index_dir) for storage in self.storages)
             raise UsageError(f"No databases of ledgers found in {where}", hint="is the bookie converted already?")

@@ -213,6 +213,26 @@ def test_index_files_behind_a_symbolic_link_stay(current: Path) -> None:
     assert not (current / "locations").exists()
 
 
+@pytest.mark.parametrize("name", ["locations", "scoped-ledgers"])
+def test_databases_behind_a_symbolic_link_stay(current: Path, name: str) -> None:
+    """A link can be renamed to a backup, but `--discard-old` does not remove what is behind it."""
+    convert(layout_at(current.parent), DB, discard_old=True)
+    (current / name).rename(current.parent / "elsewhere")
+    (current / name).symlink_to(current.parent / "elsewhere")
+    with pytest.raises(Unsupported, match=f"{name} is a symbolic link"):
+        convert(layout_at(current.parent), INTERLEAVED, discard_old=True)
+    assert (file_index(current), database_index(current)) == ({}, INDEX)
+
+
+def test_two_indexes_in_two_directories_are_named(tmp_path: Path) -> None:
+    one, two = two_directories(tmp_path)
+    write_files(one, {B: INDEX[B]})
+    write_files(two, {A: INDEX[A]})
+    convert(layout_at(two.parent), DB, discard_old=True)
+    with pytest.raises(Conflict, match=f"{two}/ledgers has 1 ledgers, and {one}/.* is an index file"):
+        convert(layout_at(one.parent, two.parent), DB)
+
+
 def test_databases_without_a_ledger_are_moved_away(current: Path) -> None:
     LedgersDatabase.create(current / "ledgers").close()
     LocationsDatabase.create(current / "locations").close()
