@@ -309,17 +309,20 @@ class Recheck:
 
         `logs` names a log that has entries of each ledger.
         """
-        lacking: dict[Path, set[LedgerId]] = {}
-        with BookieIndexes(self._directories) as indexes:
-            for ledger in sorted(logs):
-                with suppress(BkctlError):
-                    index = indexes.find(ledger, first=True)
-                    if index is not None and next(iter(index.locations()), None) is not None:
-                        continue
-                lacking.setdefault(logs[ledger], set()).add(ledger)
-        firsts = {key: finding for path, ledgers in lacking.items() for key, finding in _first_entries(path, ledgers)}
-        replayed = {ledger for ledger, _ in self._unflushed.find_in(firsts)} if firsts else set()
-        yield from sorted(set().union(*lacking.values()) - replayed)
+        left = set(logs)
+        for _ in range(2):  # For the reason that `_not_indexed` has.
+            lacking: dict[Path, set[LedgerId]] = {}
+            with BookieIndexes(self._directories) as indexes:
+                for ledger in left:
+                    with suppress(BkctlError):
+                        index = indexes.find(ledger, first=True)
+                        if index is not None and next(iter(index.locations()), None) is not None:
+                            continue
+                    lacking.setdefault(logs[ledger], set()).add(ledger)
+            firsts = dict(first for path, ledgers in lacking.items() for first in _first_entries(path, ledgers))
+            left = set().union(*lacking.values())
+            left -= {ledger for ledger, _ in self._unflushed.find_in(firsts)} if firsts else set()
+        yield from sorted(left)
 
 
 def _first_entries(path: Path, ledgers: set[LedgerId]) -> Iterator[tuple[EntryKey, Finding]]:

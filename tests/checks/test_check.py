@@ -18,7 +18,7 @@ from bkctl import pace
 from bkctl.checks import check, index_rows, recheck
 from bkctl.checks.check import IndexCheck
 from bkctl.checks.digests import DigestChecker
-from bkctl.checks.findings import Finding, FindingKind
+from bkctl.checks.findings import Counts, Finding, FindingKind
 from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes
@@ -250,6 +250,23 @@ def test_a_deleted_ledger_is_a_note(bookie: Bookie) -> None:
     assert kinds(findings) == [(FindingKind.UNINDEXED, PLAIN, None)]
     assert "5 entries" in findings[0].reason
     assert (findings[0].is_problem, job.counts.findings, job.counts.notes) == (False, 0, 1)
+
+
+def test_a_ledger_that_a_checkpoint_indexes_meanwhile_is_not_lost(
+    bookie: Bookie, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the looks at the index and at the journals: it is in neither."""
+
+    def find_in(self: recheck.UnflushedEntries, _: object) -> tuple[()]:
+        bookie.add_ledger(PLAIN)
+        bookie.point(PLAIN, 0, bookie.where[PLAIN, 0])
+        return ()
+
+    bookie.forget(PLAIN)
+    monkeypatch.setattr(recheck.UnflushedEntries, "find_in", find_in)
+    job = recheck.Recheck(bookie.directories, Counts(), None)
+    logs = {PLAIN: bookie.current / "0.log", LedgerId(0, 99): bookie.current / "1.log"}
+    assert list(job.ledgers_without_index(logs)) == [LedgerId(0, 99)]
 
 
 def test_a_second_copy_of_an_entry_is_not_a_finding(bookie: Bookie) -> None:
