@@ -23,7 +23,7 @@ from bkctl.bookie.cookies import (
 from bkctl.columns import some_of
 from bkctl.config import BookieConfig, read_properties
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, Conflict, Corrupt, UsageError
+from bkctl.errors import BkctlError, Conflict, Corrupt, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories, cookie_at
 from bkctl.files.index import BookieIndexes
 from bkctl.formats.names import COOKIE_NAME, CURRENT
@@ -67,10 +67,17 @@ def roles_of(config: BookieConfig) -> dict[Path, tuple[str, ...]]:
 
 
 def contents(config: BookieConfig) -> Iterator[DirectoryContents]:
-    """Yield the contents of each directory of a bookie; a missing one is empty. Raises OSError."""
+    """Yield the contents of each directory of a bookie; a missing one is empty.
+
+    Raises Unsupported for a symbolic link to a directory below it, OSError.
+    """
     for path, roles in roles_of(config).items():
         count = size = 0
-        for place, _, names in os.walk(path):
+        for place, directories, names in os.walk(path):
+            for link in (link for name in directories if (link := Path(place, name)).is_symlink()):
+                raise Unsupported(
+                    f"{link} is a symbolic link and its data would stay", hint="remove both by hand, then try again"
+                )
             for name in names:
                 count += 1
                 size += os.lstat(os.path.join(place, name)).st_size

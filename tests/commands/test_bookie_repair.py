@@ -360,6 +360,18 @@ def test_format_empties_everything(cli: Cli, full: Path, tmp_path: Path) -> None
     assert cli("bookie", "init", "--conf", full).code == 0
 
 
+@pytest.mark.parametrize("name", ["current", "current/0"])
+def test_format_refuses_what_lies_behind_a_link(cli: Cli, full: Path, tmp_path: Path, name: str) -> None:
+    place = tmp_path / "index" / name
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    for option in (["--dry-run"], ["--yes-really", "bookie-1"]):
+        result = cli("bookie", "format", *option, "--conf", full)
+        assert (result.code, result.out) == (8, "")
+        assert f"{place} is a symbolic link and its data would stay" in result.err
+    assert (tmp_path / "journal" / "current" / "VERSION").exists()
+
+
 def test_an_interrupted_format_does_not_say_that_cookies_are_removed(
     cli: Cli, full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
