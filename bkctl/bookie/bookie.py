@@ -261,6 +261,8 @@ class Bookie:
     def _open_storage(self, cluster: Cluster) -> None:
         storage = self.storage
         directories = {*storage.journal_directories, *storage.ledger_directories, *storage.index_directories}
+        if not all(directory.is_dir() for directory in directories):  # Create nothing where a disk is not mounted.
+            stamp_or_verify(self.config, self.bookie_id, cluster, None)
         for directory in sorted(directories):
             self.files.make_directory(directory)
         self._held.enter_context(self.files.lock(sorted(directories)))

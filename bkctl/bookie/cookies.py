@@ -31,11 +31,11 @@ class CookieMismatch(Conflict):
     """The directories are another bookie's, or some are missing."""
 
 
-def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -> bool:
+def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files | None) -> bool:
     """Verify the cookies, or write them for a new bookie in new directories; return True for a new bookie.
 
-    Raises CookieMismatch saying what differs from what; Corrupt or Unsupported for a cookie that cannot be read;
-    OSError.
+    Without `files` nothing is written. Raises CookieMismatch saying what differs from what; Corrupt or Unsupported for
+    a cookie that cannot be read; OSError.
     """
     cookie = configured_cookie(config, bookie_id, cluster.instance_id())
     found = {directory: read_directory(directory) for directory in configured_directories(config)}
@@ -53,8 +53,9 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
                     f"Directory {directory} {cause}, but the metadata store has no cookie of bookie {bookie_id}",
                     hint="use empty directories, or restore the cookie in the metadata store",
                 )
-        _write(cookie, list(found), files)
-        cluster.cookies.write(bookie_id, cookie, NEW)
+        if files is not None:
+            _write(cookie, list(found), files)
+            cluster.cookies.write(bookie_id, cookie, NEW)
         return True
     _compare(config, cookie, stored.value, f"The metadata store's cookie of bookie {bookie_id}")
     known = {*stored.value.journal_dirs, *stored.value.ledger_dirs, *(stored.value.index_dirs or ())}
@@ -64,7 +65,9 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
                 f"Directory {directory} of bookie {bookie_id} has no cookie: its data is lost, or its disk not mounted",
                 hint="if the data is lost, recover the bookie's ledgers from other bookies before its new start",
             )
-    if not known.issuperset(found):  # None of them is missing if an earlier start ended before it wrote to the store.
+    if files is not None and not known.issuperset(
+        found
+    ):  # None of them is missing if an earlier start ended before it wrote to the store.
         _write(cookie, list(found), files)
         cluster.cookies.write(bookie_id, cookie, stored.version)
     return False

@@ -574,6 +574,7 @@ def test_cookies_keep_a_bookie_to_its_directories(tmp_path: Path, cluster: Clust
     refused("bookie id is 'two', the cookie has 'one'", bookie_id="two")
     more = (str(tmp_path / "ledgers"), str(tmp_path / "more"))
     refused("ledger directories", ledger_directories=more)
+    assert not (tmp_path / "more").exists(), "a place whose disk may not be mounted"
     before = cluster.cookies.read("one")
     assert before is not None
     on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more, allow_storage_expansion=True)
@@ -583,6 +584,9 @@ def test_cookies_keep_a_bookie_to_its_directories(tmp_path: Path, cluster: Clust
     on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more)
     (tmp_path / "more" / "current" / "VERSION").unlink()
     refused("has no cookie: its data is lost", ledger_directories=more)
+    (tmp_path / "more" / "current").rename(tmp_path / "away")
+    refused("has no cookie: its data is lost", ledger_directories=more)
+    assert not (tmp_path / "more" / "current").exists()
     cluster.cookies.remove("one", None)
     refused("metadata store has no cookie", ledger_directories=more)
 
