@@ -105,7 +105,7 @@ class BookieDirectories:
         places = list(dict.fromkeys(self.journal_dirs + self.ledger_dirs + self.index_dirs))
         empty = [each for each in places if all(file.kind is FileKind.UNKNOWN for file in type(self)([each]).files())]
         if empty == places or (empty and self.cookies()):  # A bookie writes its cookie in each of its directories.
-            hint = None if empty == places else "are all of its disks mounted?"
+            hint = None if empty == places else "are all of its disks mounted? --dir names only those that are"
             raise NotFound(f"No files of a bookie in {', '.join(map(str, empty))}", hint=hint)
         return self
 
