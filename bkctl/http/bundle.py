@@ -14,11 +14,11 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import islice, tee
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -33,7 +33,7 @@ from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import ClusterSource, DumpRecord, ExportFile, write_export
 from bkctl.metadata.admin.health import HealthFinding
 from bkctl.metadata.cluster import Cluster, RegisteredBookie, open_cluster
-from bkctl.metadata.store import attempt
+from bkctl.metadata.store import Versioned, attempt
 from bkctl.redaction import is_secret_name, without_secrets, without_secrets_in
 
 METADATA: Final = "metadata.ndjson"
@@ -265,6 +265,7 @@ class RecordedCluster:
                     source.check()
                     prepare_target(cluster, source)
                     import_records(source.records(), cluster)
+                    ctimes = {each.path(cluster): each.ctime_ms for each in source.records() if each.kind == "ledger"}
                     at = source.header.time
                 if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", at, re.ASCII) is None:
                     raise Corrupt("its time is not a time")
@@ -273,6 +274,14 @@ class RecordedCluster:
                         cluster.bookies.register(each.bookie_id, each.info or BookieServiceInfo(), each.state == "ro")
         for name in _CHANGES:
             setattr(cluster.store, name, _refuse)
+        read = cluster.store.get_many
+
+        def get_many(paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
+            asked, places = tee(paths)
+            for path, found in zip(places, read(asked), strict=True):  # with the cluster's times, not the import's
+                yield found and found._replace(ctime_ms=ctimes.get(path))
+
+        cluster.store.get_many = get_many  # type: ignore[method-assign]
         cluster.__dict__["bundle_files"] = files  # removed with the cluster
         return cluster, at
 

@@ -19,6 +19,8 @@ from bkctl.http import bundle as bundles
 from bkctl.http.bookie_client import DiskSpace
 from bkctl.http.bookie_load import NO_COUNTS, BookieLoad, BookieReading, ClusterLoad, LoadCounts, Percentiles
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.dump.sources import ClusterSource
+from bkctl.metadata.backends import sqlite
 from bkctl.metadata.cluster import RegisteredBookie, open_cluster
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import RACKS
@@ -139,6 +141,28 @@ def test_the_load_of_a_bundle_is_the_load_that_was(tmp_path: Path) -> None:
     for path, wrong in (("underreplicated_count", "2"), ("bookies", {}), ("bookies", [{}]), ("more", 1)):
         with pytest.raises((ValueError, TypeError, KeyError)):
             bundles.typed(ClusterLoad, {**document, path: wrong})
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_ledgers_of_a_bundle_are_as_old_as_the_cluster_says(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """The age is not known where neither the metadata nor the store has the time, as on etcd."""
+    with monkeypatch.context() as patch, open_cluster(uri) as cluster:
+        patch.setattr(sqlite, "_wall_ms", lambda: 1_600_000_000_000)
+        metadata = cluster.ledgers.read(LEDGERS[0]).metadata
+        cluster.ledgers.create(LedgerId(0, 8), metadata._replace(ctime_ms=None))
+    if not is_known:
+        stored = ClusterSource._of_ledgers
+        monkeypatch.setattr(
+            ClusterSource, "_of_ledgers", lambda *given: (each._replace(ctime_ms=None) for each in stored(*given))
+        )
+    file = collect(uri, tmp_path / "b.tar.gz")
+    found = json.loads(CommandLine(None)("ledger", "list", "-o", "json", "--bundle", file).out)
+    expected = "2020-09-13T12:26:40.000Z" if is_known else None
+    assert [row["ctime"] for row in found] == ["2023-11-14T22:13:20.000Z"] * 2 + [expected]
+    old = CommandLine(None)("ledger", "list", "-o", "id", "--min-age", "1w", "--bundle", file)
+    assert old.out.split() == [b"3", b"4"] + [b"8"] * is_known
 
 
 def test_damaged_racks_are_in_a_bundle_as_they_are(uri: str, tmp_path: Path) -> None:
