@@ -130,8 +130,8 @@ class Inquiry:
                     silent[bookie_id] = None
                 if bookie_id not in lost:
                     why.fact(
-                        f"Bookie {bookie_id} lacks entries from {fragment.first_entry_id} on: "
-                        f"{fault.error or fault.reason.name}",
+                        f"Bookie {bookie_id} does not serve all of the entries {fragment.first_entry_id} to "
+                        f"{fragment.last_entry_id}: {fault.error or fault.reason.name}",
                         "reads of some of its entries",
                     )
         left = list(replica_counts(metadata, lacking))
@@ -156,9 +156,10 @@ class Inquiry:
                 f"bkctl why bookie {quote(bookie_id)}",
                 "says how it comes back: its replicas are whole then, at no cost",
             )
-        if not mark:
-            for bookie_id in sorted(lacking.difference(lost, silent)):
+        for bookie_id in sorted(lacking.difference(lost, silent)):
+            if not mark:
                 why.way(f"bkctl autorecovery mark {ledger} --missing {quote(bookie_id)}", "workers copy what it lacks")
+            why.way(f"bkctl ledger verify {ledger}", "names the entries that are missing: reads every replica")
         if (lacking or mark) and not state.settings.is_enabled():
             why.way(
                 "bkctl autorecovery enable", "workers replicate all marked ledgers: reads and writes on the bookies"
@@ -174,7 +175,7 @@ class Inquiry:
         if none:
             if not silent:
                 why.way(f"bkctl ledger delete {ledger}", "loses the whole ledger: only if its entries are not needed")
-            why.verdict = f"No bookie that {'answers' if silent else 'is up'} has the entries from {none[0]} on"
+            why.verdict = f"No bookie that {'answers' if silent else 'is up'} has all entries from {none[0]} on"
         elif lacking:
             fewest = min(count for _, count in left)
             why.verdict = f"It can be read, and lacks replicas: {fewest} of {metadata.write_quorum_size} are left"

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client.conftest import fake_cluster
 from support.own_bookies import OwnBookie
 from support.raw_http import http_port
 from support.servers import INTERLEAVED, Server
 
 from bkctl.metadata.cluster import open_cluster
+
+__all__ = ["fake_cluster"]
 
 
 class HttpBookie(OwnBookie):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.http.why import Inquiry
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.underreplication import LedgerMarks, ReplicationFailure, ReplicationFailures
@@ -108,3 +109,19 @@ def test_why_bookie_says_why_a_decommission_does_not_end(cluster: Cluster, scope
     assert f"({failed}): worker w1 failed 3 times: b2 does not answer" in text
     assert f"({opened}): " in text
     assert str(free) not in text.replace(f"({failed}", "")
+
+
+async def test_why_ledger_says_of_which_entries_some_are_missing(fake_cluster: Callable[..., Any]) -> None:
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await client.create_ledger(ensemble_size=3, write_quorum_size=3, ack_quorum_size=2)
+        for _ in range(40):
+            await writer.add(b"x")
+        await writer.close()
+        for bookie in cluster.bookies[:2]:
+            for entry_id in range(25, 40):
+                del bookie.ledgers[writer.ledger].entries[entry_id]
+        inquiry = Inquiry(client, cast(Any, None), cast(Any, None), cast(Any, None))
+        why = await inquiry.ledger(writer.ledger)
+        text = "Bookie b0 does not serve all of the entries 0 to 39: Entry 39 of ledger"
+        assert any(fact.what.startswith(text) for fact in why.facts), why.facts
+        assert [way.command for way in why.ways].count(f"bkctl ledger verify {writer.ledger}") == 1
