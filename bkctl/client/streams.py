@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Final, TypeVar
 
 from bkctl.client.write_handle import WriteHandle
-from bkctl.errors import UsageError
+from bkctl.errors import LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX
 
@@ -129,10 +129,10 @@ async def write_ledger(
             for name in names:
                 with nullcontext(0) if name == "-" else open(name, "rb") as file:
                     await write_stream(handle, file if isinstance(file, int) else file.fileno(), splitter(), progress)
-    except BaseException:
+    except BaseException as error:
         if handle.is_closed:
             note(f"Ledger {handle.ledger} is closed after its last acknowledged entry")
-        else:
+        elif not isinstance(error, LedgerNotFound):  # deleted meanwhile
             report(f"Ledger {handle.ledger} is not closed: 'bkctl ledger recover {handle.ledger}' closes it")
         raise
     return handle.ledger

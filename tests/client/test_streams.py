@@ -1,4 +1,4 @@
-"""Streams of bytes into a ledger, without bookies."""
+"""Streams of bytes into a ledger."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import fcntl
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.waiting import LIMIT_S
 
-from bkctl.client.streams import LineSplitter, write_stream
+from bkctl.client.ledger import BookKeeper
+from bkctl.client.streams import LineSplitter, write_ledger, write_stream
+from bkctl.errors import LedgerNotFound
 
 
 class Writer:
@@ -86,3 +89,21 @@ async def test_a_process_with_many_open_files_reads_a_pipe() -> None:
     finally:
         os.close(source)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_a_writer_of_a_deleted_ledger_does_not_advise_to_recover_it(
+    fake_cluster: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "lines").write_bytes(b"a\nb\n")
+    reports: list[str] = []
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+
+        def delete(_: int) -> None:
+            cluster.cluster.ledgers.remove(next(cluster.cluster.ledgers.ledgers()))
+
+        with pytest.raises(LedgerNotFound):
+            await write_ledger(
+                client, BookKeeper.create_ledger, [str(tmp_path / "lines")], LineSplitter,
+                progress=delete, report=reports.append,
+            )  # fmt: skip
+    assert reports == []
