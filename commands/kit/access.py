@@ -295,18 +295,18 @@ class Access:
         from bkctl.client.ledger import BookKeeper
         from bkctl.protocol.messages import Protocol
 
-        self.refuse_bundle("Bookies")
+        self.refuse_bundle("Bookies cannot be asked")
         return BookKeeper(
             cluster, protocol=protocol or Protocol.V3, tls=self.bookie_tls(), timeout_s=self.timeout_s,
             connect_timeout_s=self.connect_timeout_s, addresses=self.bookie_addresses(), only=only,
             config=self.client_config(),
         )  # fmt: skip
 
-    def refuse_bundle(self, who: str) -> None:
-        """Raise Unsupported if a bundle is in the cluster's place."""
+    def refuse_bundle(self, problem: str) -> None:
+        """Raise Unsupported, with this problem, if a bundle is in the cluster's place."""
         if self.bundle is not None:
             raise Unsupported(
-                f"{who} cannot be asked: {self.bundle} is a bundle",
+                f"{problem}: {self.bundle} is a bundle",
                 hint="it answers from metadata, and 'cluster health', 'why', 'top --once'; name a cluster for the rest",
             )
 
@@ -335,7 +335,7 @@ class Access:
         `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
         says.
         """
-        self.refuse_bundle(f"The server {url}")
+        self.refuse_bundle(f"The server {url} cannot be asked")
         from bkctl.http.client import ApiClient
         from bkctl.http.server_url import token_for_registered
         from bkctl.metadata.store import client_tls

@@ -42,8 +42,10 @@ class Consent:
     def start_audit(self, *, begun: bool) -> None:
         """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open.
 
-        A later call, with `begun`, continues the same audit.
+        A later call, with `begun`, continues the same audit. Raises Unsupported for a bundle in the cluster's place.
         """
+        if not begun:
+            self._access.refuse_bundle("Nothing can be changed")
         self._out.changes = True
         self._out.outlive_stdout()
         path = audit_file(os.environ)

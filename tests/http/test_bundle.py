@@ -101,16 +101,20 @@ def test_a_bundle_answers_as_its_cluster_did(uri: str, tmp_path: Path) -> None:
     "words",
     [("why", "ledger", "3"), ("cluster", "status"),
      ("ledger", "read", "3"), ("ledger", "delete", "3", "--yes"),
-     ("autorecovery", "disable"), ("bookies", "usage"), ("ledger", "verify", "3")],
+     ("autorecovery", "disable"), ("bookies", "usage"), ("ledger", "verify", "3"),
+     ("metadata", "migrate", "--to", "sqlite:///nowhere/m.db")],
 )  # fmt: skip
 def test_commands_that_need_bookies_or_changes_refuse_a_bundle(
     uri: str, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = collect(uri, tmp_path / "b.tar.gz")
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a bundle led to a connection"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     done = CommandLine(None)(*words, "--bundle", file)
     assert done.code == 8, (done.out, done.err)
     assert "bundle" in done.err
+    assert "Undo" not in done.err
+    assert not [*tmp_path.glob("state/**/*.ndjson")]
 
 
 LOAD = ClusterLoad(
