@@ -12,10 +12,9 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import has_server, load_server
 
-from .kit.access import LOCAL_CONTEXT
 from .kit.audit import shown_uri
 from .kit.command import Run, command, group, rows_of
-from .kit.contexts import Contexts
+from .kit.contexts import LOCAL_CONTEXT, Contexts
 from .kit.options import flag
 from .kit.texts import GREEN, RED, YELLOW
 

@@ -14,7 +14,7 @@ from bkctl.errors import NotFound, Unsupported, UsageError
 from bkctl.ids import parse_bookie_address
 
 from .audit import shown_uri
-from .contexts import Contexts
+from .contexts import LOCAL_CONTEXT, Contexts
 from .job import LongWork
 from .options import option, read_password_file
 from .printer import Printer
@@ -42,8 +42,6 @@ CONNECT_TIMEOUT_S_DEFAULT: Final = 10.0
 METRICS_WAIT_S: Final = 5.0
 #: HTTP servers without an answer that a note names.
 SILENT_SHOWN_MAX: Final = 3
-#: The context that is there without being added: the local cluster that is up.
-LOCAL_CONTEXT: Final = "local"
 
 
 class NoClusterNamed(UsageError):

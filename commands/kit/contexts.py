@@ -29,6 +29,8 @@ from .settings import CONTEXT_SETTINGS, GlobalOptions
 from .values import read_bounded
 
 CURRENT: Final = "current-context"
+#: The context that is there without being added: the local cluster that is up.
+LOCAL_CONTEXT: Final = "local"
 _KEYS: Final = (CURRENT, "contexts")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-key)", re.IGNORECASE)
@@ -95,8 +97,9 @@ class Contexts:
 
     def add(self, name: str, options: GlobalOptions, *, replace: bool = False) -> Contexts:
         """Add a context. Raises AlreadyExists without `replace`, UsageError for a name that is none."""
-        if not _NAME.fullmatch(name):
-            raise UsageError(f"Not a name of a context: {name!r}", hint="letters, digits, - and _")
+        if name == LOCAL_CONTEXT or not _NAME.fullmatch(name):
+            hint = f"use letters, digits, - and _; {LOCAL_CONTEXT!r} is the local cluster"
+            raise UsageError(f"Not a name of a context: {name!r}", hint=hint)
         settings = toml_values(options)
         _context(settings, f"context {name!r}")
         exists = name in self.names

@@ -67,9 +67,9 @@ def test_add_use_list_show_and_delete(cli: Cli, tmp_path: Path) -> None:
     }
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert cli("context", "add", "prod", "-u", "zk://h3/ledgers").code == 5
-    assert cli("-u", "sqlite:///x", "context", "add", "local", "--use").code == 0
+    assert cli("-u", "sqlite:///x", "context", "add", "here", "--use").code == 0
     assert [(row["name"], row["current"]) for row in cli("context", "list", "-o", "json").json] == [
-        ("prod", False), ("local", True),
+        ("prod", False), ("here", True),
     ]  # fmt: skip
     assert cli("context", "use", "prod").code == 0
     assert cli("context", "show", "-o", "json").json == {
@@ -82,10 +82,11 @@ def test_add_use_list_show_and_delete(cli: Cli, tmp_path: Path) -> None:
     assert cli("context", "use", "nowhere").code == 4
     assert cli("context", "delete", "prod").code == 2
     assert cli("context", "delete", "prod", "--yes").code == 0
-    assert tomllib.loads(path.read_text()) == {"contexts": {"local": {"metadata-uri": "sqlite:///x"}}}
+    assert tomllib.loads(path.read_text()) == {"contexts": {"here": {"metadata-uri": "sqlite:///x"}}}
     assert cli("context", "add", "x", "-u", "nonsense").code == 2
     assert cli("context", "add", "x").code == 2
-    assert cli("context", "add", "a b", "-u", "sqlite:///x").code == 2
+    for name in ("a b", "local"):
+        assert cli("context", "add", name, "-u", "sqlite:///x").code == 2
 
 
 def test_a_renamed_context_keeps_its_settings_and_stays_current(cli: Cli, file: Path) -> None:
@@ -94,7 +95,7 @@ def test_a_renamed_context_keeps_its_settings_and_stays_current(cli: Cli, file: 
         '[contexts.b]\nmetadata-uri = "sqlite:///b"\n'
     )
     before = file.read_text()
-    for names, code in (("a b", 5), ("a a", 5), ("gone c", 4), ("a /", 2)):
+    for names, code in (("a b", 5), ("a a", 5), ("gone c", 4), ("a /", 2), ("a local", 2)):
         assert cli("context", "rename", *names.split()).code == code
         assert file.read_text() == before
     assert cli("context", "rename", "a", "c", "-o", "json").json["name"] == "c"

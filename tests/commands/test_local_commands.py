@@ -67,13 +67,16 @@ def test_local_commands_refuse_options_that_name_another_cluster(cli: Cli, tmp_p
             assert "an option names another cluster" in refused.err
 
 
-def test_the_local_context_needs_a_local_cluster_or_an_entry_in_the_file(cli: Cli) -> None:
+def test_the_local_context_needs_a_local_cluster_or_an_entry_in_the_file(cli: Cli, tmp_path: Path) -> None:
     missing = cli("cluster", "id", "-x", "local")
     assert missing.code == 4
     assert "no local cluster is up" in missing.err
     assert cli("context", "use", "local").code == 4
     assert cli("context", "delete", "local", "--yes").code == 4
-    assert cli("context", "add", "local", "-u", "sqlite:////x.db", "--use").code == 0
+    file = tmp_path / "config" / "bkctl" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('[contexts.local]\nmetadata-uri = "sqlite:///x.db"\n')
+    assert cli("context", "use", "local").code == 0
     assert cli("context", "show", "-o", "json").json["metadataUri"] == "sqlite:///x.db"
 
 
