@@ -246,7 +246,7 @@ class DigestManager:
     Raises UsageError for a ledger that entries cannot carry: a scope-0 id of 2^63 or more.
     """
 
-    __slots__ = ("_digest", "_flags", "_prefix", "_prefix_size", "digest_type", "header_size", "ledger", "master_key",
+    __slots__ = ("_digest", "_prefix", "_prefix_size", "digest_type", "header_size", "ledger", "master_key",
                  "overhead_size")  # fmt: skip
 
     def __init__(self, ledger: LedgerId, digest_type: DigestType, password: bytes = b"") -> None:
@@ -255,13 +255,11 @@ class DigestManager:
         self.master_key = master_key(password)
         self._digest = digest_function(digest_type, password)
         if ledger.is_scoped:
-            self._flags = FLAGS_V2 | digest_type
-            self._prefix = bytes((self._flags,)) + ledger.value.to_bytes(16, "big")
+            self._prefix = bytes((FLAGS_V2 | digest_type,)) + ledger.value.to_bytes(16, "big")
             self.header_size = HEADER_SIZE_V2
         elif ledger.ledger_id > I64_MAX:
             raise UsageError(f"No entry can carry ledger id {ledger.ledger_id} in scope 0", hint="give it a scope")
         else:
-            self._flags = 0
             self._prefix = ledger.ledger_id.to_bytes(8, "big")
             self.header_size = HEADER_SIZE_V1
         self._prefix_size = len(self._prefix)
@@ -279,8 +277,7 @@ class DigestManager:
     def open(self, blob: Buffer, entry_id: int | None) -> Entry:
         """Return the entry in `blob` (header, digest, payload), verified; None skips the entry id check.
 
-        Raises DigestMismatch: too short, of another ledger or entry, or not what was sealed; Unsupported: of an
-        unknown format version.
+        Raises DigestMismatch: too short, of another ledger, entry or format version, or not what was sealed.
         """
         header_size = self.header_size
         overhead_size = self.overhead_size
@@ -310,7 +307,7 @@ class DigestManager:
     def open_lac(self, packet: Buffer) -> int:
         """Return the last add confirmed in a LAC packet, verified.
 
-        Raises DigestMismatch: too short, of another ledger, or not what was sealed; Unsupported: unknown version.
+        Raises DigestMismatch: too short, of another ledger or format version, or not what was sealed.
         """
         header_size = self._prefix_size + 8
         data = bytes(packet[: header_size + self.digest_type.code_length])
@@ -330,16 +327,16 @@ class DigestManager:
         return int.from_bytes(header[-8:], "big", signed=True)
 
     def _other_ledger(self, header: bytes, entry_id: int | None) -> DigestMismatch:
-        if header[0] >= 0x80 and len(header) < LAC_HEADER_SIZE_V2:
-            digest_of_flags(header[0])
+        if header[0] in ENTRY_FLAGS_V2 and len(header) < LAC_HEADER_SIZE_V2:
             return DigestMismatch(f"Got a scoped record instead of one of ledger {self.ledger}")
-        ledger, _ = read_ledger(header)
+        is_known = header[0] < 0x80 or header[0] in ENTRY_FLAGS_V2
+        ledger = read_ledger(header)[0] if is_known else self.ledger
         if ledger != self.ledger:
             asked = f"one {_name(self.ledger, None)}" if entry_id is None else f"entry {_name(self.ledger, entry_id)}"
             return DigestMismatch(f"Got an entry of ledger {ledger} instead of {asked}")
         return DigestMismatch(
-            f"Entry {_name(ledger, entry_id)} has flags byte {header[0]:#04x}, {self._flags:#04x} was expected",
-            hint="it is sealed with another digest type",
+            f"Entry {_name(ledger, entry_id)} begins with byte {header[0]:#04x}, {self._prefix[0]:#04x} was expected",
+            hint="it is damaged, or sealed with another digest type",
         )
 
 

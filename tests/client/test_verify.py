@@ -31,6 +31,7 @@ async def test_verify_reports_every_replica_of_every_entry(fake_cluster, scope_i
         held[1].pop(5)
         held[2][6] = held[2][6][:-1] + bytes([held[2][6][-1] ^ 1])
         held[3][7] = held[3][11]
+        cluster.bookie(names[1]).damage = lambda entry: b"\xff" + entry[1:] if entry is held[1][9] else entry
         digest = reader._access.digest
         held[0][8] = digest.seal(8, 7, 10_000, b"another") + b"another"
         found = {check.entry_id: check async for check in verify_entries(reader)}
@@ -43,11 +44,12 @@ async def test_verify_reports_every_replica_of_every_entry(fake_cluster, scope_i
         assert bad[5, names[1]][0] is ReplicaState.MISSING
         assert bad[6, names[2]] == (ReplicaState.DAMAGED, DigestMismatch)
         assert bad[7, names[3]] == (ReplicaState.DAMAGED, DigestMismatch)
+        assert bad[9, names[1]] == (ReplicaState.DAMAGED, DigestMismatch)
         different = [name for (entry_id, name), (state, _) in bad.items() if entry_id == 8]
         assert len(different) == 2  # the first replica is the reference: who is right is not known
         assert {bad[8, name][0] for name in different} == {ReplicaState.DIFFERENT}
         assert set(found) == set(range(300))
-        assert {entry_id for entry_id, _ in bad} == {5, 6, 7, 8}
+        assert {entry_id for entry_id, _ in bad} == {5, 6, 7, 8, 9}
 
         await cluster.bookie(names[1]).stop()
         async for check in verify_entries(reader):

@@ -137,7 +137,7 @@ def test_detects_every_flipped_bit(ledger, digest_type):
     for bit in range(len(blob) * 8):
         damaged = bytearray(blob)
         damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises((DigestMismatch, Unsupported)):
+        with pytest.raises(DigestMismatch):
             manager.open(damaged, 3)
 
 
