@@ -86,11 +86,11 @@ def top(
 ) -> None:
     """Show the load of the whole cluster, live.
 
-    Shows for each bookie: adds and reads a second, latency percentiles, journal, disks, garbage collection, ledgers and
-    under-replicated ledgers. Reads /metrics and the REST API of every bookie's HTTP server, found by its registration.
-    The problem of a bookie says why numbers are missing. Apache's bookies have metrics only with
-    statsProviderClass=…PrometheusMetricsProvider. Percentiles cover the last minute. Of under-replicated ledgers, up to
-    1,000 are counted.
+    Shows for each bookie: adds and reads a second, latency percentiles, journal, disks, garbage collection, ledgers in
+    memory (LEDGERS: few after a start) and under-replicated ledgers. Reads /metrics and the REST API of every bookie's
+    HTTP server, found by its registration. The problem of a bookie says why numbers are missing. Apache's bookies have
+    metrics only with statsProviderClass=…PrometheusMetricsProvider. Percentiles cover the last minute. Of
+    under-replicated ledgers, up to 1,000 are counted.
 
     Keys: arrows select a bookie, Enter opens its page, Escape goes back, s and S choose the column to sort by, r
     reverses the order, / filters, q quits. --once prints the same numbers for scripts: two looks, one interval apart;

@@ -332,7 +332,7 @@ class Screen:
             facts.add_row("disk", f"{size_text(disk.used)} of {size_text(disk.total)} used ({disk.used_percent:.1f}%)")
         work = f"{reading.collection or '-'}; compactions: {major} major, {minor} minor; reclaimed: {reclaimed}"
         facts.add_row("collection", work)
-        facts.add_row("ledgers", f"{count}; under-replicated: {load.underreplicated_count}")
+        facts.add_row("ledgers", f"{count} in memory; under-replicated: {load.underreplicated_count}")
         facts.add_row("version", Text(plain(bookie.version or "-")))
         yield facts
 

@@ -49,6 +49,10 @@ def uri(tmp_path: Path, fake: FakeServer) -> Iterator[str]:
         yield uri
 
 
+def test_the_help_says_which_ledgers_are_counted(cli: Cli) -> None:
+    assert "ledgers in memory (LEDGERS: few after a start)" in " ".join(cli("top", "--help").out.split())
+
+
 def test_once_prints_the_rates_of_one_interval(cli: Cli, uri: str) -> None:
     rows = cli("top", "--once", "--interval", "200ms", "-u", uri, "-o", "json").json
     assert [row["bookieId"] for row in rows] == ["b1", "b2"]
