@@ -69,6 +69,8 @@ def _runs() -> list[AuditedRun]:
     for fields in chain.from_iterable(map(_lines, (Path(f"{path}.1"), path))):
         began = runs.get(fields["id"], fields).get("time")
         runs[fields["id"]] = {**fields, "time": began, "result": run_result(fields.get("exitCode"))}
+    if not runs and os.environ.get("BKCTL_AUDIT_LOG") and not path.exists():
+        raise NotFound(f"No audit log {path}", hint="BKCTL_AUDIT_LOG names it")
     return list(runs.values())
 
 

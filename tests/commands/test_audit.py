@@ -204,3 +204,15 @@ def test_audit_list_says_that_the_log_is_off(cli: Cli, monkeypatch: pytest.Monke
         4,
         "bkctl: The audit log is switched off by BKCTL_AUDIT_LOG; unset it, or let it name a file\n",
     )
+
+
+def test_audit_list_says_that_the_named_log_is_not_there(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = tmp_path / "named"
+    assert cli("audit", "list").code == 0
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(named))
+    result = cli("audit", "list")
+    assert (result.code, f"No audit log {named}" in result.err) == (4, True)
+    named.touch()
+    assert cli("audit", "list").code == 0
