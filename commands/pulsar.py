@@ -206,6 +206,7 @@ def show_topic(
     """
     from bkctl.metadata.pulsar_nodes import schema_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter
+    from bkctl.metadata.store import attempt
 
     name = TopicFilter.parse(topic).managed_ledger
     with _inventory(run, root, quick=quick) as inventory:
@@ -215,7 +216,10 @@ def show_topic(
                 f"No topic {topic} in {run.cluster.store.name}",
                 hint="'bkctl pulsar topics' lists them; a partitioned topic has only its partitions: TOPIC-partition-0",
             )
-        schema = None if found.schema is None else inventory.nodes.schema(found.schema)
+        schema = None if found.schema is None else attempt(inventory.nodes.schema, found.schema)
+        if isinstance(schema, BkctlError):
+            inventory.errors.append(schema)
+            schema = None
         run.out.show(
             found._replace(schema_ledger_ids=() if schema is None else tuple(schema_ledgers(schema))), SHOWN_COLUMNS
         )

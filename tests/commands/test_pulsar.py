@@ -324,6 +324,9 @@ def test_impossible_ids_are_damage_and_stop_nothing(cli: Cli, pulsar: PulsarStor
         pulsar.schema("public/default/orders", -3)
     else:
         pulsar.put("schemas/public/default/orders", b"")
+    if "schema" in node:
+        shown = cli("pulsar", "topic", TOPIC, "-o", "json")
+        assert (shown.code, shown.json["schemaLedgerIds"], len(shown.json["cursors"]) > 0) == (3, [], True)
     found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")
     assert [(row["code"], row["ledgerId"]) for row in found.rows] == [("orphan", "20"), ("unreadable", None)]
     assert cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s").code == 3
