@@ -69,7 +69,7 @@ class RowOrder(NamedTuple):
     @staticmethod
     def parse(text: str) -> RowOrder:
         """Return the order that `--sort` names."""
-        return RowOrder(text.removeprefix("-"), text.startswith("-"))
+        return RowOrder(text.removeprefix("-") or text, text.startswith("-"))
 
     def key(self, value: Any) -> tuple[Any, ...]:
         """Return what sorts `value` among its column's: values first, absent ones last, whatever the direction."""

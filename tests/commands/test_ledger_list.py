@@ -69,6 +69,11 @@ def test_ledger_list_filters(cli: Cli, store: Cluster, arguments: list[str], ids
     assert [row["ledgerId"] for row in cli("ledger", "list", "-o", "ndjson", *arguments).rows] == [ids]
 
 
+def test_an_order_without_a_column_is_named_as_it_was_given(cli: Cli, store: Cluster) -> None:
+    refused = cli("ledger", "list", "--sort=-")
+    assert (refused.code, "--sort '-': not a column" in refused.err) == (2, True)
+
+
 @pytest.mark.parametrize("output", ["ndjson", "json"])
 @pytest.mark.parametrize("damaged", [None, 0, 20, 41])
 def test_ledger_list_of_many_is_the_list_of_a_few(

@@ -135,9 +135,13 @@ class UndoFile(Closing):
             "counted": True,
             **({} if self.undoes is None else {"undoes": str(self.undoes.absolute())}),
         }
-        make_private_directory(path.parent)
-        # Ledger metadata holds passwords.
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            make_private_directory(path.parent)
+            # Ledger metadata holds passwords.
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            problem = f"No undo file: {error.strerror}; name another place with --undo FILE, or none with --undo none"
+            raise OSError(error.errno, problem, str(path)) from error
         try:
             self._write(header)
         except OSError:

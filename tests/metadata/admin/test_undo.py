@@ -63,6 +63,13 @@ def test_undo_restores_the_last_change_first(cluster: Cluster, tmp_path: Path) -
     assert [value(cluster, f"n/{name}") for name in ("made", "deleted", "changed")] == [None, b"", b"\x00\xff"]
 
 
+def test_an_undo_file_that_cannot_be_created_says_so_and_how_to_do_without(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "undo", tmp_path):
+        with pytest.raises(OSError, match=r"No undo file: .*--undo none"), UndoFile(path, cluster, []) as kept:
+            kept.record("a", None, b"")
+
+
 def test_undo_leaves_nodes_changed_since(cluster: Cluster, tmp_path: Path) -> None:
     store, path = cluster.store, tmp_path / "undo"
     with UndoFile(path, cluster, []) as kept:
