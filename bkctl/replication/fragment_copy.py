@@ -23,8 +23,6 @@ from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, FaultRea
 from bkctl.replication.replica_reads import ReplicaReader
 from bkctl.tasks import in_order
 
-#: A target with at least this many entries to get is asked first which of them it has.
-RESUME_COUNT_MIN: Final = 100
 #: Entries of a fragment on their way at once. Apache's rereplicationEntryBatchSize (10) serves the same purpose.
 BATCH_SIZE: Final = 100
 #: Fragments whose entries are on their way at once, and the approximate bytes of those entries together.
@@ -113,7 +111,7 @@ class FragmentCopy:
     """A copy of one fragment's entries to `targets` (ensemble index → bookie).
 
     All entries up to `done_through` are at their targets, at first by an earlier copy to these, which was cancelled.
-    They are not read there again if the targets list them.
+    They are not copied again if the targets list them.
     """
 
     tools: CopyTools
@@ -138,8 +136,7 @@ class FragmentCopy:
     async def run(self) -> None:
         """Copy all entries. Raise TargetFailed; entries that no replica returns are in `unreadable`."""
         for index, target in self.targets.items():
-            is_long = self.fragment.entry_count(index) >= RESUME_COUNT_MIN
-            if target == self.fragment.ensemble[index] or is_long or self._known_through >= 0:
+            if target == self.fragment.ensemble[index] or self._known_through >= 0:
                 self._present[target] = await self._listed(target)
         await self._copy_all(self._wanted())
 
@@ -167,7 +164,7 @@ class FragmentCopy:
                     self.done_through = max(self.done_through, entry_id)
 
     async def _listed(self, target: str) -> Availability:
-        """Return the entries that the target lists; each one is read there before it counts as present."""
+        """Return the entries that the target lists."""
         try:
             return await self.tools.replicas.listed(self.access, target)
         except BkctlError:  # an old bookie cannot list: all is copied
@@ -176,21 +173,20 @@ class FragmentCopy:
     async def _copy(self, entry_id: int, indexes: list[int]) -> list[tuple[str, BkctlError]]:
         """Bring one entry to the targets at `indexes`; return each bookie's error if no bookie returns the entry."""
         access = self.access
-        lacking, holders = [], []
+        lacking = []
         for index in indexes:
             target = self.targets[index]
-            if target in self._present and entry_id in self._present[target]:
+            if entry_id in self._present.get(target, ()):
                 if entry_id <= self._known_through:
                     continue
-                channel = access.pool.channel(target)
-                if (await self._read(entry_id, [channel]))[0] is not None:
-                    holders.append(channel)
+                # Another target's entries may be of a deleted ledger of this id, whose digests are right too.
+                is_own = target == self.fragment.ensemble[index]
+                if is_own and (await self._read(entry_id, [access.pool.channel(target)]))[0] is not None:
                     continue
             lacking.append(target)
         if indexes and not lacking:
             return []
-        tools = self.tools
-        channels = [*holders, *(source for source in self._sources(entry_id) if source not in holders)]
+        tools, channels = self.tools, self._sources(entry_id)
         body, problems = await self._read(entry_id, channels)
         size = len(body or b"")
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)

@@ -2,8 +2,8 @@
 
     choose targets → read each entry, by its digest → RECOVERY_ADD there → swap the bookies in the metadata
 
-Until the swap, which is one compare-and-set, the ledger is unchanged. A second attempt finds the entries that the first
-one copied. Source: LedgerFragmentReplicator, BookKeeperAdmin.replicateLedgerFragment, BookKeeperAdmin.recoverLedger,
+Until the swap, which is one compare-and-set, the ledger is unchanged.
+Source: LedgerFragmentReplicator, BookKeeperAdmin.replicateLedgerFragment, BookKeeperAdmin.recoverLedger,
 ReplicationWorker.
 
 Differences from Apache's: a bookie gets exactly the entries that it should hold, byte for byte as the other replicas
@@ -129,8 +129,8 @@ class LedgerFragmentReplicator:
         self.targets = TargetChooser(bookkeeper).targets
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
         self._recoveries = asyncio.Semaphore(RECOVERIES_AT_ONCE)
-        #: Copies without a swap, by ledger and first entry: their targets, and the last entry of all before it.
-        self._begun: dict[tuple[LedgerId, int], tuple[dict[int, str], int]] = {}
+        #: Copies without a swap, by ledger, creation time and first entry: targets, and the last of all entries copied.
+        self._begun: dict[tuple[LedgerId, int | None, int], tuple[dict[int, str], int]] = {}
 
     async def replicate(
         self,
@@ -182,7 +182,7 @@ class LedgerFragmentReplicator:
         """
         access = self.bookkeeper.access(check.ledger, check.versioned)
         failed: set[str] = set()
-        key = (check.ledger, fragment.first_entry_id)
+        key = check.ledger, check.versioned.ctime_ms, fragment.first_entry_id
         former, done_through = self._begun.pop(key, ({}, -1))
         while True:
             if targets is None:
@@ -212,7 +212,7 @@ class LedgerFragmentReplicator:
         for fragment in check.fragments:
             if fragment.closed and not (skip_open and check.metadata.state is LedgerState.OPEN):
                 chosen, copy = await self._copy(check, fragment, None, bookies)
-                self._begun[ledger, fragment.first_entry_id] = chosen, copy.done_through
+                self._begun[ledger, check.versioned.ctime_ms, fragment.first_entry_id] = chosen, copy.done_through
 
     async def recover(self, ledger: LedgerId) -> None:
         """Fence the ledger and close it, administratively: its writer can add no more.
