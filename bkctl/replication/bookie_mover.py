@@ -161,6 +161,7 @@ class BookieMover:
             except NotEnoughBookies as error:
                 if fragment.held_count != 0:
                     problem = error.message
+            lost = lost and bool(targets) and open_problem is None
             planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans, lost))
         return planned
 
@@ -456,30 +457,32 @@ class MoveQueue:
 def _result_of(ledger: LedgerId, before: LedgerState | None, replication: LedgerReplication) -> LedgerMove:
     """Return the result for a ledger that was in the state `before`, and was replicated as `replication` says."""
     check = replication.check
-    outcome, problem = MoveOutcome.MOVED, None
-    spans: tuple[EntrySpan, ...] = ()
-    if replication.unreadable:
-        spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
-        silent = [entries for entries in replication.unreadable if not entries.lost]
-        outcome = MoveOutcome.FAILED if silent else MoveOutcome.UNRECOVERABLE
-        now = " now" if silent else ""
-        problem = f"No bookie gives {spans_text(spans)}{now} ({(silent or replication.unreadable)[0].answers})"
-    elif replication.errors:
-        outcome, problem = MoveOutcome.FAILED, replication.errors[0][1].message
-    elif replication.left_open:
+    outcome, problems = MoveOutcome.MOVED, [error.message for _, error in replication.errors[:1]]
+    spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
+    if replication.left_open:
         outcome = MoveOutcome.OPEN
-        problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
         if check.fragments[-1].first_entry_id < check.metadata.last_fragment.first_entry_id:
-            problem = (
+            problems.append(
                 f"Its writer left these bookies, so it is not fenced; entries {check.last_add_confirmed + 1} to "
                 f"{check.fragments[-1].last_entry_id} stay until later ones are confirmed, or it is closed"
             )
+        else:
+            left = "its last entries stay until it leaves the bookie, or is closed"
+            problems.append(f"A writer may be adding to it; {left}")
     elif not check.fragments:
         # Closing a ledger moves its last entries to other bookies; these may have been all.
         closed = before in (LedgerState.OPEN, LedgerState.IN_RECOVERY) and check.metadata.is_closed
         outcome = MoveOutcome.MOVED if closed else MoveOutcome.GONE
-    elif not replication.done:
-        outcome, problem = MoveOutcome.FAILED, "Other processes change its ensembles at the same time"
+    elif any(fragment.outcome is Outcome.SUPERSEDED for fragment in replication.fragments):
+        problems.append("Other processes change its ensembles at the same time")
+    if replication.errors or (problems and not replication.left_open):
+        outcome = MoveOutcome.FAILED
+    if spans:
+        silent = [entries for entries in replication.unreadable if not entries.lost]
+        outcome = MoveOutcome.FAILED if silent or problems else MoveOutcome.UNRECOVERABLE
+        now = " now" if silent else ""
+        answers = (silent or replication.unreadable)[0].answers
+        problems.insert(0, f"No bookie gives {spans_text(spans)}{now} ({answers})")
     return LedgerMove(
         ledger,
         outcome,
@@ -488,5 +491,5 @@ def _result_of(ledger: LedgerId, before: LedgerState | None, replication: Ledger
         sum(fragment.entry_count for fragment in replication.fragments),
         sum(fragment.size_bytes for fragment in replication.fragments),
         spans,
-        problem,
+        "; ".join(problems) or None,
     )

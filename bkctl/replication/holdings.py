@@ -434,7 +434,7 @@ class PlannedFragment(NamedTuple):
 
     `targets` are the bookies that would take over, by ensemble index; empty if there are too few, as `problem` says.
     `closes`: the ledger would be fenced and closed first. `unreadable` are the entries that no registered bookie has;
-    `lost`: all other bookies that should have them answered.
+    `lost`: all other bookies that should have them answered, and nothing else prevents the move.
     """
 
     held: HeldLedger

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bkctl.errors import Conflict, NotFound
-from bkctl.formats.metadata import BookieEndpoint, Cookie, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, Cookie, Fragment, LedgerState
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, AutoRecoveryState, LedgerMarks
 from bkctl.replication.checker import LedgerChecker
@@ -176,6 +176,26 @@ async def test_skip_unrecoverable_skips_only_unrecoverable_ledgers(fake_cluster)
         assert done == {
             bad: StepResult.SKIPPED, closed: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED,
         }  # fmt: skip
+
+
+async def test_ledger_with_lost_entries_and_another_obstacle_is_not_given_up(fake_cluster):
+    """Its second fragment is whole, and finds no bookie to go to."""
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        [ledger] = await ledgers_on_b0(cluster, [7])
+        found = cluster.cluster.ledgers.read(ledger)
+        first, second = ("b0", "b1", "b2"), ("b0", "b3", "b2")
+        for name in first[1:]:
+            cluster.bookie(name).entries(ledger).clear()
+        split = found.metadata._replace(ensembles=(Fragment(0, first), Fragment(6, second)))
+        cluster.cluster.ledgers.write(ledger, split, found.version)
+        cluster.cluster.bookies.register("b1", cluster.cluster.bookies.get("b1").info, read_only=True)
+        await lost(cluster, "b0")
+        departure = decommission(cluster, client, skip_unrecoverable=True)
+        assert results(await steps(departure.check(probe=True)))[ledger] is StepResult.BLOCKED
+        step, cookie = await steps(departure.run())
+        assert (step.result, cookie.result) == (StepResult.FAILED, StepResult.BLOCKED)
+        assert "No bookie gives entries 0-5 (4)" in step.message
+        assert "writable bookie is needed, 0 are there" in step.message
 
 
 @pytest.mark.parametrize("close", [True, False])
