@@ -14,7 +14,7 @@ from typing import ClassVar, Final, NamedTuple
 from bkctl.client.disk_space import disk_space
 from bkctl.client.ledger import BookKeeper
 from bkctl.columns import counted, size_text, some_of
-from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
+from bkctl.errors import BkctlError, Conflict, NotEnoughBookies, NotFound, TimedOut
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.metadata.underreplication import AutoRecoveryState
@@ -178,7 +178,7 @@ class Departure(ABC):
             text += f"; not enough for {counted(len(plan.crowded), 'ledger')}"
             yield Step(StepKind.BOOKIES, StepResult.BLOCKED, text, "start more bookies")
         else:
-            yield Step(StepKind.BOOKIES, StepResult.OK, f"{text}: enough for every ensemble")
+            yield Step(StepKind.BOOKIES, StepResult.OK, f"{text}: as many as every ensemble needs")
         yield await self._space(writable)
 
     async def _space(self, writable: list[RegisteredBookie]) -> Step:
@@ -211,16 +211,10 @@ class Departure(ABC):
                 StepKind.LEDGER, StepResult.BLOCKED, problem, "restore its metadata, or delete the ledger", ledger
             )  # fmt: skip
         if probe:
-            registered = await self.mover.registered()
-            up = {bookie.bookie_id for bookie in registered}
-            replacements = Replacements(registered, self.mover.leaving)
+            up = {bookie.bookie_id for bookie in await self.mover.registered()}
 
-            async def look(ledger: LedgerId, held: HeldLedger | BkctlError) -> Step | None:
-                if isinstance(held, BkctlError):
-                    return None
-                if (problem := replacements.problem(held)) is not None:
-                    return Step(StepKind.LEDGER, StepResult.BLOCKED, problem, "start more bookies", ledger)
-                return await self._obstacle(held, up)
+            async def look(_: LedgerId, held: HeldLedger | BkctlError) -> Step | None:
+                return None if isinstance(held, BkctlError) else await self._obstacle(held, up)
 
             async with contextlib.aclosing(self.mover.held_by(look, plan.ledgers)) as steps:
                 async for step in steps:
@@ -239,6 +233,12 @@ class Departure(ABC):
     async def _obstacle(self, held: HeldLedger, up: set[str]) -> Step | None:
         if held.grows and not self.fence:
             return Step(StepKind.LEDGER, StepResult.OPEN, "A writer may be adding to it", OPEN_ADVICE, held.ledger)
+        try:
+            for fragment in held.fragments:
+                if fragment.held_count != 0:
+                    await self.mover.replicator.targets(fragment, exclude=self.mover.leaving)
+        except NotEnoughBookies as error:
+            return Step(StepKind.LEDGER, StepResult.BLOCKED, error.message, error.hint, held.ledger)
         unreadable = await self.mover.lost_entries.find(held, up)
         if (problem := await self.mover.open_problem(held, up)) is not None:
             return Step(StepKind.LEDGER, StepResult.BLOCKED, problem, "start its bookies", held.ledger)
@@ -419,6 +419,12 @@ class Drain(Departure):
         return Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} accepts no more entries, and serves reads")
 
     async def _finish(self, left: Sequence[LedgerId]) -> Step:
+        found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
+        if found is not None and found.state == "rw":
+            return Step(
+                StepKind.READ_ONLY, StepResult.BLOCKED, f"{self.bookie_id} is writable again, and takes new ledgers",
+                "run it again, which makes it read-only; moved ledgers stay moved",
+            )  # fmt: skip
         if left:
             return Step(
                 StepKind.LEDGERS, StepResult.BLOCKED,

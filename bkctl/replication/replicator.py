@@ -265,7 +265,9 @@ class LedgerFragmentReplicator:
             except LedgerNotFound:
                 raise
             except BkctlError as error:
-                errors.append((fragment, error))
+                # Bookies that leave hold nothing of an empty fragment: it may name them on.
+                if bookies is None or fragment.held_count or not isinstance(error, NotEnoughBookies):
+                    errors.append((fragment, error))
             else:
                 results.append(result)
                 check = replace(check, versioned=result.versioned)

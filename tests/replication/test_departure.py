@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bkctl.config import ClientConfig
 from bkctl.errors import Conflict, NotFound
 from bkctl.formats.metadata import BookieEndpoint, Cookie, Fragment, LedgerState
+from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, AutoRecoveryState, LedgerMarks
 from bkctl.replication.checker import LedgerChecker
@@ -338,6 +340,46 @@ async def test_drain_leaves_entries_of_active_writer(fake_cluster):
             assert await is_whole(client, ledger)
         done = results(await steps(decommission(cluster, client).run()))
         assert done == {StepKind.COOKIE: StepResult.DELETED}
+
+
+@pytest.mark.parametrize("moves", [True, False])
+async def test_drain_of_a_bookie_that_became_writable_is_not_finished(fake_cluster, moves):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        await ledgers_on_b0(cluster, (0, 7) if moves else ())
+        registered = cluster.cluster.bookies.get("b0").info
+        cluster.cluster.bookies.register("b0", registered, read_only=True)
+        drain = Drain(client, "b0", plan_move(cluster.cluster, ["b0"]))
+        cluster.cluster.bookies.register("b0", registered)
+        last = (await steps(drain.run()))[-1]
+        assert (last.kind, last.result) == (StepKind.READ_ONLY, StepResult.BLOCKED)
+        assert "b0 is writable again" in last.message
+
+
+@pytest.mark.parametrize("close", [True, False])
+async def test_bookie_with_empty_ledgers_only_leaves_without_replacements(fake_cluster, close):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        await ledgers_on_b0(cluster, ())
+        ledger = (await write(client, 0, scope_id=7, close=close)).ledger
+        cluster.cluster.bookies.register("b0", cluster.cluster.bookies.get("b0").info, read_only=True)
+        if close:
+            drain = Drain(client, "b0", plan_move(cluster.cluster, ["b0"]))
+            assert not BLOCKING_RESULTS.intersection(results(await steps(drain.check(probe=True))).values())
+            assert results(await steps(drain.run())) == {ledger: StepResult.MOVED, StepKind.LEDGERS: StepResult.OK}
+        await lost(cluster, "b0")
+        done = results(await steps(decommission(cluster, client).run()))
+        assert done == {ledger: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED}
+
+
+async def test_check_knows_the_placement_policy(fake_cluster):
+    config = ClientConfig(enforce_min_num_racks_per_write_quorum=True)
+    async with fake_cluster(4) as cluster, cluster.client(config=config) as client:
+        BookieRacks(cluster.cluster).set(["b0"], "/r2")
+        BookieRacks(cluster.cluster).set(["b1", "b2", "b3"], "/r1")
+        [ledger] = await ledgers_on_b0(cluster, [0])
+        await lost(cluster, "b0")
+        checked = results(await steps(decommission(cluster, client).check(probe=True)))
+        assert (checked[ledger], checked[StepKind.LEDGERS]) == (StepResult.BLOCKED, StepResult.BLOCKED)
+        assert results(await steps(decommission(cluster, client).run()))[ledger] is StepResult.FAILED
 
 
 def test_blocking_results_are_the_failures():
