@@ -58,6 +58,8 @@ INFO_COLUMNS = Columns(
 def info(run: Run) -> None:
     """Show the cluster: layout, bookies, auditor, replication.
 
+    Without a mark UNDERREPLICATED is `no` only while an auditor looks; 'autorecovery status' says since when none does.
+
     $ bkctl cluster info
     """
     from bkctl.metadata.admin.overview import cluster_info

@@ -35,11 +35,12 @@ from bkctl.http.bookie_metrics import (
 )
 from bkctl.http.client import shortened
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.auto_recovery import why_not_audited
 from bkctl.metadata.admin.health import HealthFinding, health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import attempt
-from bkctl.metadata.underreplication import AutoRecoveryState, LedgerMarks
+from bkctl.metadata.underreplication import LedgerMarks
 
 T = TypeVar("T")
 
@@ -293,7 +294,7 @@ class LoadWatch:
         self._last = {bookie_id: reading for bookie_id, reading in self._last.items() if bookie_id in known}
         self._last |= {load.bookie.bookie_id: load.reading for load in loads if load.reading is not None}
         try:
-            not_audited = None if marked else AutoRecoveryState(self.cluster.store).why_not_audited()
+            not_audited = None if marked else why_not_audited(self.cluster)
         except Corrupt as error:
             not_audited = f"not known to be audited: {error}"
         return ClusterLoad(loads, marked, not_audited)

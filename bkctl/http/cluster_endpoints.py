@@ -332,7 +332,7 @@ def show_cluster(cluster: Cluster, call: ApiCall) -> dict[str, Any]:
     return {
         "auditorElected": info.auditor_elected,
         "auditorId": info.auditor_id or "",
-        "clusterUnderReplicated": info.underreplicated,
+        "clusterUnderReplicated": bool(info.underreplicated),
         "ledgerReplicationEnabled": info.replication_enabled,
         "totalBookiesCount": info.bookie_count,
         "writableBookiesCount": info.writable_count,

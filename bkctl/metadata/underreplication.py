@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import UTC, datetime
 from enum import Enum
 from itertools import chain, tee
 from typing import Any, Final, NamedTuple
@@ -646,18 +645,6 @@ class AutoRecoveryState:
     def __init__(self, store: MetadataStore) -> None:
         self.marks, self.locks = LedgerMarks(store), LedgerLocks(store)
         self.settings, self.election = AutoRecoverySettings(store), AuditorElection(store)
-
-    def why_not_audited(self) -> str | None:
-        """Return in words that no auditor of scope 0 looks for lost replicas, and since when; None while one does.
-
-        Without an auditor the lack of marks proves nothing. Raises Corrupt if the auditor's vote is damaged.
-        """
-        if self.settings.is_enabled() and self.election.auditor():
-            return None
-        last_ms = max(filter(None, map(self.settings.check_ctime_ms, AuditorCheck)), default=None)
-        if last_ms is None:
-            return "never audited"
-        return f"not audited since {datetime.fromtimestamp(last_ms / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
     def trigger_audit(self, *, dry_run: bool = False) -> str:
         """Make the auditors look for lost bookies now; return the id of scope 0's auditor, else of the scopes' one.

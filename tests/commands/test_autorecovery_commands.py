@@ -263,10 +263,21 @@ def test_status_calls_nothing_replicated_that_nobody_audits(cli: Cli, store: Clu
     assert status() == (None, "never audited")
     assert "never audited" in cli("autorecovery", "status").out
     vote = "underreplication/auditorelection/V_0000000001"
+    scoped_vote = "underreplication/scopes/auditorelection/V_0000000001"
     store.store.put(vote, b'bookieId: "b1:1"', NEW)
+    assert status() == (None, "never audited in ledger scopes"), "scope 0's auditor looks at no ledger of other scopes"
+    scoped = [ledger for ledger in store.ledgers.ledgers(None) if ledger.is_scoped]
+    kept = {ledger: store.ledgers.read(ledger).metadata for ledger in scoped}
+    for ledger in scoped:
+        store.ledgers.remove(ledger, None)
     assert status() == (False, None)
+    for ledger, metadata in kept.items():
+        store.ledgers.create(ledger, metadata)
+    store.store.put(scoped_vote, b'bookieId: "b1:1"', NEW)
+    assert status() == (False, None)
+    assert cli("cluster", "info", "-o", "json").json["clusterUnderReplicated"] is False
     store.store.delete(vote)
-    store.store.put("scopes/auditorelection/V_0000000001", b'bookieId: "b1:1"', NEW)
+    assert cli("cluster", "info", "-o", "json").json["clusterUnderReplicated"] is None
     assert status() == (None, "never audited"), "the scopes' auditor looks at no ledger of scope 0"
     store.store.put(vote, b'bookieId: "b1:1"', NEW)
     cli("autorecovery", "disable")

@@ -72,7 +72,7 @@ def test_cluster_info(cli: Cli, store: Cluster) -> None:
             "ledgerScopesBookiesCount", "auditorElected", "auditorId", "clusterUnderReplicated",
             "ledgerReplicationEnabled",
         )
-    ] == [3, 1, 1, 1, 1, False, None, False, True]  # fmt: skip
+    ] == [3, 1, 1, 1, 1, False, None, None, True]  # fmt: skip
     store.store.put("underreplication/disable", b"", -1)
     store.store.put("underreplication/ledgers/0000/0000/0000/0005/urL0000000005", b"", -1)
     store.store.put("underreplication/auditorelection/V_0000000002", b'bookieId: "b2:3181"\n', -1)

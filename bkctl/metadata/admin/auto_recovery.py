@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import UTC, datetime
 from itertools import tee
 from typing import NamedTuple, TypeVar
 
 from bkctl.errors import BkctlError, Corrupt, UsageError
-from bkctl.ids import LedgerId
+from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.pulsar_topics import owner_text
 from bkctl.metadata.store import Versioned, attempt
@@ -30,6 +31,24 @@ def auto_recovery_of(cluster: Cluster) -> AutoRecoveryState:
     """Return the state of auto-recovery. Raises NotFound without a cluster, where all would look well."""
     cluster.layout()
     return AutoRecoveryState(cluster.store)
+
+
+def why_not_audited(cluster: Cluster) -> str | None:
+    """Return in words that no auditor looks for lost replicas, and since when; None while one does.
+
+    Scope 0 needs an auditor, and the other scopes if they have ledgers. Without one the lack of marks proves nothing.
+    Raises Corrupt if an auditor's vote is damaged.
+    """
+    state = AutoRecoveryState(cluster.store)
+    has_scopes = next(cluster.ledgers.ledgers(None, LedgerId(0, U64_MAX)), None) is not None
+    for scoped in (False, True) if has_scopes else (False,):
+        if not (state.settings.is_enabled() and state.election.auditor(scoped=scoped)):
+            where = " in ledger scopes" if scoped else ""
+            times = (state.settings.check_ctime_ms(check, scoped=scoped) for check in AuditorCheck)
+            if (last_ms := max(filter(None, times), default=None)) is None:
+                return f"never audited{where}"
+            return f"not audited{where} since {datetime.fromtimestamp(last_ms / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return None
 
 
 class RecoveryStatus(NamedTuple):
@@ -59,7 +78,7 @@ def recovery_status(cluster: Cluster, problems: list[BkctlError]) -> Iterator[Re
             return None
         return found
 
-    has_marks, not_audited = state.marks.has_marks(), read(state.why_not_audited)
+    has_marks, not_audited = state.marks.has_marks(), read(lambda: why_not_audited(cluster))
     yield RecoveryStatus(
         enabled=state.settings.is_enabled(),
         auditor_id=read(state.election.auditor),

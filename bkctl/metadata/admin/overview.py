@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from bkctl.errors import BkctlError, LedgerNotFound, NotFound
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.auto_recovery import why_not_audited
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_rows
 from bkctl.metadata.ledgers import ReadLedgers, VersionedMetadata
@@ -37,7 +38,8 @@ class ClusterInfo(NamedTuple):
     down_count: int
     scopes_count: int
     auditor_id: str | None
-    underreplicated: bool
+    #: None: not known, since nobody looks for lost replicas.
+    underreplicated: bool | None
     replication_enabled: bool
 
     @property
@@ -61,7 +63,7 @@ def cluster_info(cluster: Cluster) -> ClusterInfo:
         down_count=states["down"],
         scopes_count=sum(bookie.ledger_scopes for bookie in bookies),
         auditor_id=None if isinstance(auditor := attempt(AuditorElection(store).auditor), BkctlError) else auditor,
-        underreplicated=LedgerMarks(store).has_marks(),
+        underreplicated=LedgerMarks(store).has_marks() or (None if attempt(why_not_audited, cluster) else False),
         replication_enabled=AutoRecoverySettings(store).is_enabled(),
     )
 
