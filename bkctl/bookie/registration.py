@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from bkctl.bookie.state_manager import BookieStateManager
-from bkctl.errors import AlreadyExists, BkctlError
+from bkctl.errors import AlreadyExists, BkctlError, NotFound
 from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.metadata.cluster import Cluster
 from bkctl.tasks import drop_error, run_to_end
@@ -85,14 +85,30 @@ class RegistrationManager:
             self._log_failure(error)
 
     async def check(self) -> None:
-        """Register where the mode changed or a move failed, and give up where another process has the bookie id."""
+        """Register where the mode changed or a move failed.
+
+        Give up where another process has the bookie id, or the cookie went with the session.
+        """
         try:
             await self.update()
+            if await self._is_decommissioned():
+                gone = f"Bookie {self._state.bookie_id} lost its session, and its cookie is gone: it was decommissioned"
+                hint = "give it empty directories, or restore the cookie ('bkctl metadata undo'), and start it again"
+                self._state.fail(NotFound(gone, hint=hint))
+                return
         except AlreadyExists as error:
             self._state.fail(error)
         except BkctlError as error:
             self._log_failure(error)
         self.check_usurper()
+
+    async def _is_decommissioned(self) -> bool:
+        if self._cluster is None or self._registered_read_only is None:
+            return False
+        bookies, bookie_id = self._cluster.bookies, self._state.bookie_id
+        if not bookies.usurped_s(bookie_id, self._registered_read_only):
+            return False
+        return await asyncio.to_thread(bookies.get, bookie_id) is None
 
     def _log_failure(self, error: BkctlError) -> None:
         log.warning("Cannot register as %s: %s", "read-only" if self._state.read_only else "writable", error)
@@ -103,7 +119,7 @@ class RegistrationManager:
             if (wanted != self._registered_read_only or self._is_move_unsure) and self._leaving is None:
                 assert self._cluster is not None
                 self._is_move_unsure = True
-                register = self._cluster.bookies.register
+                register = functools.partial(self._cluster.bookies.register, needs_cookie=True)
                 await asyncio.to_thread(register, self._state.bookie_id, self._service_info, wanted)
                 self._registered_read_only = wanted
                 self._is_move_unsure = False

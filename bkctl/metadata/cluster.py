@@ -180,15 +180,18 @@ class Registration:
         self._places = places
 
     def register(
-        self, bookie_id: str, info: BookieServiceInfo, read_only: bool = False, *, wait_s: float | None = None
-    ) -> None:
+        self, bookie_id: str, info: BookieServiceInfo, read_only: bool = False, *, wait_s: float | None = None,
+        needs_cookie: bool = False,
+    ) -> None:  # fmt: skip
         """Register the bookie as writable or read-only, until `unregister` or `close`; again after a lost session.
+
+        With `needs_cookie` not again if its cookie is gone by then: it was decommissioned.
 
         A registered bookie moves to read-only or back: the new node is created, then the old one is deleted.
         While another process holds the registration, wait `wait_s` seconds (None: until the session of a dead process
         is over), then raise AlreadyExists: a bookie of this id is running.
         """
-        self._hold(bookie_id, info.serialize(), read_only, wait_s)
+        self._hold(bookie_id, info.serialize(), read_only, wait_s, _cookie_path(bookie_id) if needs_cookie else None)
         delete_if_present(self.store, self._path(bookie_id, not read_only))
 
     def wait_until_free(self, bookie_id: str, *, wait_s: float | None = None) -> None:
@@ -196,13 +199,15 @@ class Registration:
         for read_only in (False, True):
             self._hold(bookie_id, None, read_only, wait_s)
 
-    def _hold(self, bookie_id: str, value: bytes | None, read_only: bool, wait_s: float | None) -> None:
+    def _hold(
+        self, bookie_id: str, value: bytes | None, read_only: bool, wait_s: float | None, needs: str | None = None
+    ) -> None:
         problem = f"Bookie {bookie_id} is registered by another process"
         with renamed_errors(exists=problem, hint="stop that bookie, or give this one another id"):
-            self.store.ephemeral(self._path(bookie_id, read_only), value, wait_s=wait_s)
+            self.store.ephemeral(self._path(bookie_id, read_only), value, wait_s=wait_s, needs=needs)
 
     def usurped_s(self, bookie_id: str, read_only: bool = False) -> float:
-        """Return the seconds since another process was first seen with the registration that we lost; else 0."""
+        """Return the seconds since the registration that we lost was first seen not to return to us; else 0."""
         return self.store.usurped_s(self._path(bookie_id, read_only))
 
     def unregister(self, bookie_id: str) -> None:

@@ -473,17 +473,22 @@ class MetadataStore(Closing):
         return True
 
     @abstractmethod
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+    def ephemeral(
+        self, path: str, value: bytes | None, *, wait_s: float | None = None, needs: str | None = None
+    ) -> None:
         """Keep a node at `path` for as long as this store object lives; set the value of a node that we own already.
 
-        After a lost session the node is created again, until `delete(path)` or `close`. While another owner holds the
-        node, wait `wait_s` seconds (None: until the session of a dead owner is over), then raise AlreadyExists.
+        After a lost session the node is created again, until `delete(path)` or `close`, and only while there is a node
+        at `needs`, if given. While another owner holds the node, wait `wait_s` seconds (None: until the session of a
+        dead owner is over), then raise AlreadyExists.
         `value` None: create nothing, and only wait so.
         """
 
     @abstractmethod
     def usurped_s(self, path: str) -> float:
-        """Seconds since another owner was first seen to hold our `ephemeral` at `path`; 0 while we hold it."""
+        """Seconds since another owner was first seen to hold our `ephemeral` at `path`, or since the node that it needs
+        was first seen to be gone after a lost session; 0 while we hold it.
+        """
 
     @abstractmethod
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:

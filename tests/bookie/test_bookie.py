@@ -739,7 +739,9 @@ def test_start_of_a_registered_bookie_changes_nothing(
     on_a_bookie(tmp_path / "bookie", cluster, body, ledger_storage_class=storage)
     before = tree(tmp_path / "bookie")
     ephemeral = SqliteStore.ephemeral
-    monkeypatch.setattr(SqliteStore, "ephemeral", lambda *args, wait_s=None: ephemeral(*args, wait_s=wait_s or 0))
+    monkeypatch.setattr(
+        SqliteStore, "ephemeral", lambda *args, **more: ephemeral(*args, **{**more, "wait_s": more["wait_s"] or 0})
+    )
     with open_cluster(cluster.uri) as other:
         bookie_id = cluster.cookies.list()[0]
         other.bookies.register(bookie_id, BookieServiceInfo(), read_only)

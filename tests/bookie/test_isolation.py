@@ -15,7 +15,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.disk import Files, StorageFile
-from bkctl.errors import AlreadyExists, BadRequest, BkctlError, Corrupt, UnknownLedgerState, Unsupported
+from bkctl.errors import AlreadyExists, BadRequest, BkctlError, Corrupt, NotFound, UnknownLedgerState, Unsupported
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore, _end_session
 from bkctl.metadata.cluster import Cluster, open_cluster
@@ -434,6 +434,39 @@ def test_bookie_stops_when_another_process_holds_its_registration_after_a_lost_s
                 assert store._session is not None
                 _end_session(connection, store._session)
             other.bookies.register(bookie.bookie_id, bookie.service_info)
+
+    asyncio.run(run())
+
+
+def test_bookie_that_lost_its_cookie_with_its_session_stops_and_does_not_register(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    """As a frozen one that was decommissioned meanwhile."""
+    store = cluster.store
+    assert isinstance(store, SqliteStore)
+
+    async def run() -> None:
+        bookie = Bookie(config_for(tmp_path, zk_timeout=500, disk_check_interval=50), cluster=cluster)
+        await bookie.start()
+        seen: list[object] = []
+        with open_cluster(f"sqlite://{store.file}") as other:
+            await asyncio.to_thread(decommission, other, bookie)
+            async with asyncio.timeout(LIMIT_S):
+                while not bookie.stopped.is_set():
+                    seen.append(await asyncio.to_thread(other.bookies.get, bookie.bookie_id))
+                    await asyncio.sleep(0.01)
+        assert isinstance(bookie.failure, NotFound)
+        assert "its cookie is gone: it was decommissioned" in str(bookie.failure)
+        assert not any(seen)
+        await asyncio.wait_for(bookie.stop(), LIMIT_S)
+
+    def decommission(other: Cluster, bookie: Bookie) -> None:
+        assert isinstance(store, SqliteStore)
+        with store._lock:
+            with store._transaction() as connection:
+                assert store._session is not None
+                _end_session(connection, store._session)
+            other.cookies.remove(bookie.bookie_id, None)
 
     asyncio.run(run())
 

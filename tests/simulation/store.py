@@ -227,7 +227,9 @@ class Session(MetadataStore):
     def sequence_position(self, path: str) -> int:
         return self._call(lambda: self.tree.sequences.get(path, 0))
 
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+    def ephemeral(
+        self, path: str, value: bytes | None, *, wait_s: float | None = None, needs: str | None = None
+    ) -> None:
         world = self.tree.world
         deadline = world.now + (2 * SESSION_TIMEOUT_S if wait_s is None else wait_s)
 

@@ -21,7 +21,9 @@ class SessionStore(MetadataStore):
 
     def __init__(self) -> None:
         self._held: dict[str, bytes] = {}
-        #: Path → time (monotonic clock) since which another owner holds it.
+        #: Path → the node without which it is not created again.
+        self._needed: dict[str, str | None] = {}
+        #: Path → time (monotonic clock) since which another owner holds it, or the node that it needs is gone.
         self._usurped_since_s: dict[str, float] = {}
 
     @abstractmethod
@@ -36,11 +38,13 @@ class SessionStore(MetadataStore):
     def _keep_session(self) -> None:
         """Start the thread that keeps the session, unless it runs."""
 
-    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+    def ephemeral(
+        self, path: str, value: bytes | None, *, wait_s: float | None = None, needs: str | None = None
+    ) -> None:
         check_size(path, value or b"")
         began_s, is_new = time.monotonic(), path not in self._held
         if value is not None:
-            self._held[path] = value
+            self._held[path], self._needed[path] = value, needs
         try:
             while not self._put_ephemeral(path, value):
                 if wait_s is None:
@@ -59,7 +63,8 @@ class SessionStore(MetadataStore):
         done = True
         for path, value in list(self._held.items()):
             try:
-                if self._put_ephemeral(path, value):
+                needed = self._needed.get(path)
+                if (needed is None or self.get(needed) is not None) and self._put_ephemeral(path, value):
                     self._usurped_since_s.pop(path, None)
                 else:
                     self._usurped_since_s.setdefault(path, time.monotonic())
