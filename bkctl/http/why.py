@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from bkctl.bookie.local import ClusterBookie, active_cluster
 from bkctl.client.disk_space import BookieSpace, member_space
-from bkctl.client.ensemble import usable_bookies
+from bkctl.client.ensemble import RoundRobinDistributionSchedule, usable_bookies
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.ledger_survey import replica_counts, why_not_replicated
 from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
@@ -35,6 +35,7 @@ from bkctl.metadata.pulsar_topics import owner_text
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AutoRecoveryState, ReplicationFailures, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.holdings import is_covered
 
 #: Ledgers that are read to say what a bookie holds.
 LEDGERS_MAX: Final = 10_000
@@ -166,7 +167,9 @@ class Inquiry:
             )
         elif (lacking or mark) and attempt(state.election.auditor, scoped=ledger.is_scoped) is None:
             why.way("bkctl autorecovery run", "runs a worker here until it is stopped: no auditor is elected")
-        if metadata.state is not LedgerState.CLOSED and not none:
+        last = metadata.last_fragment.bookies
+        answers = is_covered(RoundRobinDistributionSchedule.of(metadata), last, set(last).difference(lost, silent))
+        if metadata.state is not LedgerState.CLOSED and answers and not none:
             effect = "closes it: a writer is fenced; unacknowledged entries at its end may go"
             if metadata.state is LedgerState.IN_RECOVERY:
                 why.ways.insert(0, Way(f"bkctl ledger recover {ledger} --yes", effect))

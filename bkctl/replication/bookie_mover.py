@@ -437,7 +437,7 @@ class MoveQueue:
                 raise
             problem = str(error) if isinstance(error, LedgerLengthUnknown) else error.message
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=problem)
-        moved = _result_of(ledger, state, replication)
+        moved = _result_of(ledger, state, replication, serves=not mover.fence)
         if moved.outcome is MoveOutcome.MOVED and ledger in mover.progress.plan.marked:
             await asyncio.to_thread(self._unmark, ledger)
         return moved
@@ -454,8 +454,13 @@ class MoveQueue:
                 self._state.marks.remove(ledger, mark.version)
 
 
-def _result_of(ledger: LedgerId, before: LedgerState | None, replication: LedgerReplication) -> LedgerMove:
-    """Return the result for a ledger that was in the state `before`, and was replicated as `replication` says."""
+def _result_of(
+    ledger: LedgerId, before: LedgerState | None, replication: LedgerReplication, *, serves: bool
+) -> LedgerMove:
+    """Return the result for a ledger that was in the state `before`, and was replicated as `replication` says.
+
+    With `serves` nothing is lost before the leaving bookies answer so, too.
+    """
     check = replication.check
     outcome, problems = MoveOutcome.MOVED, [error.message for _, error in replication.errors[:1]]
     spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
@@ -478,7 +483,7 @@ def _result_of(ledger: LedgerId, before: LedgerState | None, replication: Ledger
     if replication.errors or (problems and not replication.left_open):
         outcome = MoveOutcome.FAILED
     if spans:
-        silent = [entries for entries in replication.unreadable if not entries.lost]
+        silent = [each for each in replication.unreadable if not each.lost or (serves and not each.all_answered)]
         outcome = MoveOutcome.FAILED if silent or problems else MoveOutcome.UNRECOVERABLE
         now = " now" if silent else ""
         answers = (silent or replication.unreadable)[0].answers

@@ -54,6 +54,11 @@ class UnreadableEntries(NamedTuple):
         return f"{what} cannot be read from any bookie ({self.answers})"
 
     @property
+    def all_answered(self) -> bool:
+        """True if every bookie answered, the ones that the caller named too."""
+        return all(reason_of(error) in ANSWERED for _, error in self.problems)
+
+    @property
     def answers(self) -> str:
         """The errors of the bookies, for a message."""
         return "; ".join(f"{bookie_id}: {error.message}" for bookie_id, error in self.problems)

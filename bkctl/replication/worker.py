@@ -416,6 +416,7 @@ class ReplicationWorker:
                     await then(ledger)
             except Exception as error:  # noqa: BLE001 - one ledger, which is unlocked all the same
                 _log_failure(ledger, error)
+                await self._publish(ledger, str(error) or type(error).__name__)
             while not await self._is_unlocked(ledger):
                 await asyncio.sleep(self._back_off_s)
             self._deferred.pop(ledger, None)
@@ -435,7 +436,7 @@ class ReplicationWorker:
                 await asyncio.to_thread(_check_held, lock, ledger)
                 gone = ", ".join(check.gone_at_end)
                 why = f"has lost {gone}" if gone else "bookies of its last fragment lack entries"
-                log.warning("Ledger %s is open and %s: it is fenced and closed", ledger, why)
+                log.warning("Ledger %s is open and %s: fencing and closing it", ledger, why)
                 await self._replicator.recover(ledger)
 
     async def _unlock(self, ledger: LedgerId) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
-from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut, UsageError
+from bkctl.errors import BkctlError, Conflict, TimedOut, UsageError
 from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
 
 from ..kit.columns import Output, PlainRow, fields
@@ -121,7 +121,7 @@ async def _take_moves(
 
 
 @asynccontextmanager
-async def _within(deadline_s: float | None, what: str) -> AsyncIterator[None]:
+async def _within(deadline_s: float | None, what: str, left: str = "run it again to continue") -> AsyncIterator[None]:
     """End the block at the deadline, and raise TimedOut."""
     import asyncio
 
@@ -129,9 +129,7 @@ async def _within(deadline_s: float | None, what: str) -> AsyncIterator[None]:
         async with asyncio.timeout(deadline_s):
             yield
     except TimeoutError as error:
-        raise TimedOut(
-            f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again to continue"
-        ) from error
+        raise TimedOut(f"{what} is not finished after {time_text(deadline_s or 0)}", hint=left) from error
 
 
 def _entry_spans(spans: Any) -> list[dict[str, int]] | None:
@@ -266,6 +264,8 @@ def recover(
     if query:
         _show_held(run, names, ledgers or None)
     elif run.dry_run:
+        if delete_cookie:
+            _registered(run, names, delete_cookie=True)
         _show_plan(run, names, ledgers or None, skip_open, skip_unrecoverable)
     else:
         _recover(
@@ -278,10 +278,22 @@ def _agreed_plan(
     run: Run, names: Sequence[str], ids: list[LedgerId] | None, *, skip_open: bool, delete_cookie: bool
 ) -> MovePlan:
     """Return the ledgers to move, once the user agrees."""
-    from bkctl.replication.holdings import check_scopes_known, plan_move
+    from bkctl.replication.holdings import check_known, plan_move
 
     with run.job.working("Looking at the ledgers"):
         plan = plan_move(run.cluster, names, ids)
+    up = _registered(run, names, delete_cookie=delete_cookie)
+    if not (plan.ledgers or plan.damaged):
+        check_known(run.cluster, names)
+    if plan.ledgers or delete_cookie:
+        run.consent.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
+    return plan
+
+
+def _registered(run: Run, names: Sequence[str], *, delete_cookie: bool) -> list[RegisteredBookie]:
+    """Return those of the bookies that are up. With `delete_cookie`, raise Conflict if a cookie must stay."""
+    from bkctl.replication.holdings import check_scopes_known
+
     up = [each for each in run.cluster.bookies.list(include_down=False) if each.bookie_id in names]
     if up and delete_cookie:
         raise Conflict(
@@ -290,12 +302,7 @@ def _agreed_plan(
         )
     if delete_cookie:
         check_scopes_known(run.cluster)
-    for name in () if plan.ledgers or plan.damaged else names:
-        if run.cluster.bookies.get(name) is None:  # It may be misspelt.
-            raise NotFound(f"No bookie {name}, and no ledger names it", hint="'bkctl bookies list' shows them")
-    if plan.ledgers or delete_cookie:
-        run.consent.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
-    return plan
+    return up
 
 
 def _recover(
@@ -366,7 +373,7 @@ def _recover(
 
 
 def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> None:
-    from bkctl.replication.holdings import ledgers_on
+    from bkctl.replication.holdings import check_known, ledgers_on
 
     count = damaged = 0
 
@@ -381,6 +388,8 @@ def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> No
                 yield _row(ledger, None, None, problem=held.message)
             else:
                 yield from (_row(ledger, held.metadata.state, fragment) for fragment in held.fragments)
+        if not count:
+            check_known(run.cluster, names)
 
     with run.job.working("Looking at the ledgers"):
         run.out.render(rows(), fragment_columns(names, planned=False))
@@ -392,7 +401,7 @@ def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> No
 
 def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool) -> None:
     from bkctl.replication.bookie_mover import BookieMover
-    from bkctl.replication.holdings import MoveOutcome, PlannedFragment
+    from bkctl.replication.holdings import MoveOutcome, PlannedFragment, check_known
 
     found, unmovable = LedgerIdSet(), LedgerIdSet()
 
@@ -413,6 +422,8 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
             run.access.bookkeeper(run.cluster),
             lambda bookkeeper: BookieMover(bookkeeper, names, skip_open=skip_open).planned(ids), take,
         )  # fmt: skip
+        if not found:
+            check_known(run.cluster, names)
     run.out.note(f"{counted(len(found), 'ledger')} on {', '.join(names)}")
     run.out.finish_with(len(unmovable), "ledger could not be moved", "ledgers could not be moved")
 
@@ -516,7 +527,7 @@ def _depart(
 
         async def work() -> None:
             what = f"The {texts.noun} of {bookie}"
-            async with _within(deadline_s, what), run.access.bookkeeper(recorded) as bookkeeper:
+            async with _within(deadline_s, what, texts.left), run.access.bookkeeper(recorded) as bookkeeper:
                 departure = create(bookkeeper, bookie, plan, pace=pace, note=run.out.note)
                 progress = departure.mover.progress
                 said = nullcontext() if watch_s is None else _repeating(watch_s, lambda: print_step(_moving(progress)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -295,10 +296,18 @@ def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:
     planned = cli("autorecovery", "audit", "--reset-clock", "all-ledgers,replicas", "--dry-run", "-o", "json").json
     assert [row["check"] for row in planned] == ["all-ledgers", "replicas"]
     assert cli("autorecovery", "status", "-o", "json").json["checkAllLedgersTime"] is None
+    assert [row["after"] for row in planned] == [None, None], "checks that never ran are due"
     assert cli("autorecovery", "audit", "--reset-clock", "all-ledgers,replicas").code == 0
-    status = cli("autorecovery", "status", "-o", "json").json
-    assert status["checkAllLedgersTime"] is not None
-    assert status["placementPolicyCheckTime"] is None
+    assert cli("autorecovery", "status", "-o", "json").json["checkAllLedgersTime"] is None
+    settings, now_ms = AutoRecoveryState(store.store).settings, time.time_ns() // 1_000_000
+    settings.set_check_ctime_ms(AuditorCheck.ALL_LEDGERS, now_ms)
+    settings.set_check_ctime_ms(AuditorCheck.REPLICAS, now_ms, scoped=True)
+    assert cli("autorecovery", "audit", "--reset-clock", "all-ledgers,replicas,placement").code == 0
+    week_ms = 7 * 24 * 3600 * 1000
+    assert (settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS) or now_ms) < now_ms - week_ms
+    assert (settings.check_ctime_ms(AuditorCheck.REPLICAS, scoped=True) or now_ms) < now_ms - week_ms
+    assert settings.check_ctime_ms(AuditorCheck.REPLICAS) is None
+    assert settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY, scoped=True) is None
 
 
 def test_auto_recovery_without_a_scope_or_a_cluster_is_refused(cli: Cli, store: Cluster, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_contradicting_arguments_are_a_usage_error(cli: Cli, metadata: Cluster, 
 def test_bookies_that_nothing_names_are_not_found(cli: Cli, metadata: Cluster) -> None:
     for words in (
         ("recover", "z", "--yes"), ("decommission", "z", "--yes"), ("decommission", "z", "--dry-run"),
-        ("drain", "z", "--yes"), ("ok-to-stop", "a", "z"),
+        ("drain", "z", "--yes"), ("ok-to-stop", "a", "z"), ("recover", "z", "--query"), ("recover", "z", "--dry-run"),
     ):  # fmt: skip
         result = cli("bookies", *words)
         assert (result.code, result.out) == (4, ""), words
@@ -95,9 +95,18 @@ def test_bookies_that_nothing_names_are_not_found(cli: Cli, metadata: Cluster) -
 
 
 def test_a_cookie_is_not_deleted_while_its_bookie_is_up(cli: Cli, metadata: Cluster) -> None:
-    result = cli("bookies", "recover", "a", "--delete-cookie", "--yes")
-    assert result.code == 5
-    assert "registered" in result.err
+    for more in ("--yes", "--dry-run"):
+        result = cli("bookies", "recover", "a", "--delete-cookie", more)
+        assert (result.code, "registered" in result.err) == (5, True)
+
+
+def test_drain_that_exceeds_its_deadline_says_that_the_bookie_is_read_only(cli: Cli, metadata: Cluster) -> None:
+    found = metadata.bookies.get("b")
+    assert found is not None
+    assert found.info is not None
+    metadata.bookies.register("b", found.info, read_only=True)
+    late = cli("bookies", "drain", "b", "--yes", "--deadline", "1ms")
+    assert (late.code, "b stays read-only" in late.err, "readonly off" in late.err) == (6, True, True)
 
 
 def test_table_of_moves_has_room_for_later_rows() -> None:

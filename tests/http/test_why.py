@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from client.fakes import FakeCluster
 from support.command_line import CommandLine
 
+from bkctl.client.placement import Placement
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.http.why import Inquiry
@@ -125,3 +128,24 @@ async def test_why_ledger_says_of_which_entries_some_are_missing(fake_cluster: C
         text = "Bookie b0 does not serve all of the entries 0 to 39: Entry 39 of ledger"
         assert any(fact.what.startswith(text) for fact in why.facts), why.facts
         assert [way.command for way in why.ways].count(f"bkctl ledger verify {writer.ledger}") == 1
+
+
+@pytest.mark.parametrize("ack_quorum_size", [1, 2])
+def test_why_ledger_offers_a_recovery_only_if_enough_bookies_answer(cluster: Cluster, ack_quorum_size: int) -> None:
+    async def ways() -> list[str]:
+        bookies = FakeCluster(cluster)
+        first, other = [await bookies.add_bookie() for _ in range(2)]
+        async with bookies.client() as client:
+            writer = await client.create_ledger(
+                ensemble_size=2, write_quorum_size=2, ack_quorum_size=ack_quorum_size, password=b""
+            )
+            await writer.add(b"entry")
+            await first.stop()
+            bookies.unregister(first)
+            inquiry = Inquiry(client, Placement(), lambda _: {}, lambda _: pytest.fail("asked"))
+            found = await inquiry.ledger(writer.ledger)
+        await other.stop()
+        return [way.command for way in found.ways]
+
+    offered = [command for command in asyncio.run(ways()) if "ledger recover" in command]
+    assert len(offered) == (ack_quorum_size == 2)

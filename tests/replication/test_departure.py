@@ -355,6 +355,16 @@ async def test_drain_of_a_bookie_that_became_writable_is_not_finished(fake_clust
         assert "b0 is writable again" in last.message
 
 
+async def test_drained_bookie_that_goes_away_has_lost_nothing(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        [ledger] = await ledgers_on_b0(cluster, [7])
+        for name in ("b1", "b2"):
+            cluster.bookie(name).entries(ledger).clear()
+        drain = Drain(client, "b0", plan_move(cluster.cluster, ["b0"]))
+        await lost(cluster, "b0")
+        assert results(await steps(drain.run()))[ledger] is StepResult.FAILED
+
+
 @pytest.mark.parametrize("close", [True, False])
 async def test_bookie_with_empty_ledgers_only_leaves_without_replacements(fake_cluster, close):
     async with fake_cluster(3) as cluster, cluster.client() as client:

@@ -16,7 +16,7 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.racks import BookieRacks
-from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks, mark_path
+from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks, ReplicationFailures, mark_path
 from bkctl.protocol.messages import AddRequest, ReadRequest, Status
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.worker import LedgerOutcome, ReplicationWorker, retry_delay_ms
@@ -376,6 +376,24 @@ async def test_open_ledger_is_fenced_after_grace_period(fake_cluster):
         assert await is_whole(client, writer.ledger)
         with pytest.raises(LedgerFenced):
             await writer.add(b"too late")
+
+
+async def test_failed_fence_is_published(fake_cluster, caplog):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 10, scope_id=7, close=False)
+        for bookie in bookies_of(cluster, writer.ledger)[:2]:
+            await lose(cluster, bookie)
+            state_of(cluster).marks.add(writer.ledger, [bookie.bookie_id])
+        failures = ReplicationFailures(cluster.cluster.store)
+
+        def reason():
+            failure = failures.get(writer.ledger)
+            return "" if failure is None else failure.reason
+
+        async with running(ReplicationWorker(client, CONFIG, "worker").run()):
+            await eventually(lambda: "cannot be recovered" in reason(), "it says why it is not closed")
+        assert "fencing and closing it" in caplog.text
+        assert cluster.metadata(writer.ledger).state is not LedgerState.CLOSED
 
 
 def cluster_locks(cluster):

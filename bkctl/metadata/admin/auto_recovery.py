@@ -222,18 +222,23 @@ class ClockReset(NamedTuple):
 
     check: str
     before_ms: int | None
-    after_ms: int
+    after_ms: int | None
 
 
 def reset_clocks(
     cluster: Cluster, after_ms: int, checks: dict[str, AuditorCheck], *, dry_run: bool
 ) -> list[ClockReset]:
-    """Set the last runs of `checks`, by their names, to `after_ms` in every scope, unless `dry_run`."""
-    state = auto_recovery_of(cluster)
-    rows = [ClockReset(name, state.settings.check_ctime_ms(check), after_ms) for name, check in checks.items()]
-    for check in () if dry_run else checks.values():
-        for scoped in (False, True):
-            state.settings.set_check_ctime_ms(check, after_ms, scoped=scoped)
+    """Set the last runs of `checks`, by their names, to `after_ms` in every scope, unless `dry_run`.
+
+    A check that never ran is due already.
+    """
+    settings, rows = auto_recovery_of(cluster).settings, []
+    for name, check in checks.items():
+        before_ms = {scoped: settings.check_ctime_ms(check, scoped=scoped) for scoped in (False, True)}
+        ran = [scoped for scoped, ctime_ms in before_ms.items() if ctime_ms is not None]
+        rows.append(ClockReset(name, before_ms[False], after_ms if ran else None))
+        for scoped in () if dry_run else ran:
+            settings.set_check_ctime_ms(check, after_ms, scoped=scoped)
     return rows
 
 

@@ -115,7 +115,8 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     LEDGERS_ONE_COPY = (
         "ledgers-one-copy", "error", "Entries of ledgers of two replicas or more have one readable replica left.",
-        "bkctl why ledger {ledger}", "one more loss loses data: it shows what keeps replication from restoring them",
+        "bkctl why ledger {ledger}",
+        "the command shows what keeps replication from restoring them; one more loss loses data",
     )  # fmt: skip
     METADATA_UNREADABLE = (
         "metadata-unreadable", "error", "Metadata of ledgers cannot be read, so nothing else is known of them.",
@@ -127,7 +128,8 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     LEDGERS_DANGLING = (
         "ledgers-dangling", "error", "Ledgers name bookies that have neither a cookie nor a registration.",
-        "bkctl why ledger {ledger}", "auto-recovery does not see these bookies as lost, and replicates nothing of them",
+        "bkctl why ledger {ledger}",
+        "auto-recovery copies what other bookies have of them; the command shows what keeps the rest",
     )  # fmt: skip
     LEDGERS_SET_ASIDE = (
         "ledgers-set-aside", "error", "A bookie of ours cannot read its state of ledgers, or write their index.",
