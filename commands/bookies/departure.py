@@ -291,7 +291,7 @@ def _agreed_plan(
 
 
 def _registered(run: Run, names: Sequence[str], *, delete_cookie: bool) -> list[RegisteredBookie]:
-    """Return those of the bookies that are up. With `delete_cookie`, raise Conflict if a cookie must stay."""
+    """Return the named bookies that are up. With `delete_cookie`, raise Conflict if a cookie must stay."""
     from bkctl.replication.holdings import check_scopes_known
 
     up = [each for each in run.cluster.bookies.list(include_down=False) if each.bookie_id in names]

@@ -38,7 +38,7 @@ class ClusterInfo(NamedTuple):
     down_count: int
     scopes_count: int
     auditor_id: str | None
-    #: None: not known, since nobody looks for lost replicas.
+    #: None: not known, since no auditor looks for lost replicas.
     underreplicated: bool | None
     replication_enabled: bool
 
