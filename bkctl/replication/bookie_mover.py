@@ -189,24 +189,15 @@ class BookieMover:
     ) -> AsyncGenerator[LedgerMove, None]:
         """Move these ledgers, several at once, and yield the result of each as its move ends.
 
-        Ledgers that the `resume` file names are skipped, and finished ones are recorded there. Raise errors of the
-        store; a ledger's own error is in its result.
+        Finished ones are recorded in `resume`. Raise errors of the store; a ledger's own error is in its result.
         """
-        queue = MoveQueue(self, iter(ids) if resume is None else self._not_done(ids, resume))
+        queue = MoveQueue(self, iter(ids))
         async with contextlib.aclosing(queue.results()) as results:
             async for result in results:
                 self.progress.ledger_count += 1
                 if resume is not None and result.outcome in (MoveOutcome.MOVED, MoveOutcome.GONE):
                     resume.record(result.ledger, result.entry_count, result.size_bytes)
                 yield result
-
-    def _not_done(self, ids: Iterable[LedgerId], resume: ResumeFile) -> Iterator[LedgerId]:
-        """Yield the ledgers that the resume file does not name, and count the other ones as done."""
-        for ledger in ids:
-            if ledger not in resume.done:
-                yield ledger
-            else:
-                self.progress.ledger_count += 1
 
     async def left(self) -> list[tuple[LedgerId, BkctlError | None]]:
         """Return the ledgers of every scope that still have entries on the leaving bookies.

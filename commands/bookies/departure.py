@@ -240,7 +240,7 @@ def recover(
     ] = False,
     resume: Annotated[
         Path | None,
-        flag("--resume FILE", "Record finished ledgers in this file, and skip those that an earlier run recorded."),
+        flag("--resume FILE", "Record finished ledgers in this file, and count those of earlier runs."),
     ] = None,
 ) -> None:
     """Copy the ledgers of lost bookies to other bookies.
@@ -351,7 +351,11 @@ def _recover(
         ) as activity,
     ):  # fmt: skip
         if done is not None and done.done:
-            run.out.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
+            before = counted(len(done.done), "ledger was", "ledgers were")
+            size = f"{counted(done.entry_count, 'entry')}, {size_text(done.size_bytes)}"
+            again = sum(ledger in done.done for ledger in plan.ledgers)
+            came = f"; {again:,} of them came back, and are moved again" if again else ""
+            run.out.note(f"{resume}: {before} done before: {size}{came}")
         with run.out.rows(move_columns(plan)) as writer:
             run.job.complete(work())
     run.out.note(*notes)
