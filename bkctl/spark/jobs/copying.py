@@ -244,7 +244,7 @@ def _foreseen(cluster: Cluster, planned: Iterable[CopyResult]) -> Iterator[CopyR
         if isinstance(found, BkctlError):
             yield CopyResult(each.source, each.target, FAILED, message=str(found))
         else:
-            sha256 = None if found is None else found.metadata.custom_metadata.get(HASH_KEY)
+            sha256 = found.metadata.custom_metadata.get(HASH_KEY) if found and found.metadata.is_closed else None
             yield each if sha256 is None else each._replace(state=PRESENT, sha256=sha256.decode("ascii", "replace"))
 
 
@@ -419,7 +419,7 @@ _WILDCARDS: Final = "*?[{"
 _HEAD: Final = -1
 #: Rows that are taken from Spark at once.
 _ENTRIES_AT_ONCE: Final = 4096
-_HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount")
+_HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount", "size")
 
 
 def former_exports(spark: SparkSession, pattern: str, path: str) -> list[str]:
@@ -627,7 +627,8 @@ def import_ledgers(
         F.to_json(F.struct(*_HEAD_FIELDS)).cast("binary").alias("payload"),
     )
     count = int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
-    rows = heads.unionByName(entries.select(QUALIFIED_NAME, "entryId", "payload"))
+    # A row with another id must not come before the head of its ledger, which lacks that entry then.
+    rows = heads.unionByName(entries.filter("entryId >= 0").select(QUALIFIED_NAME, "entryId", "payload"))
     rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
     made = map_rows(rows, partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
     return _results(spark, chain(lost, (row.asDict() for row in made.collect())))
@@ -663,19 +664,25 @@ async def _import_ledger(
     client: Client, source: LedgerId, target: LedgerId, head: Mapping[str, Any], rows: Iterator[dict[str, Any]],
     options: SourceOptions,
 ) -> CopyResult:  # fmt: skip
-    shape = Shape(
-        head["ensembleSize"], head["writeQuorumSize"], head["ackQuorumSize"],
-        DigestType[head.get("digestType") or "CRC32"],
-        {key: b64decode(value) for key, value in head["customMetadata"].items()},
-    )  # fmt: skip
-    password = options.secret("ledgerPassword") or b""
-    copy = LedgerCopy(client, source, target, shape.over(options), password, int(head["entryCount"]))
+    try:
+        custom = {key: b64decode(value) for key, value in (head.get("customMetadata") or {}).items()}
+        digest_type = DigestType[head.get("digestType") or "CRC32"]
+        ensemble_size, write_size, ack_size = (int(head[name]) for name in SHAPE_OPTIONS)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"The export has damaged metadata of ledger {source}: {error!r}") from error
+    metadata = LedgerMetadata(ensemble_size, write_size, ack_size, digest_type, None, (), custom_metadata=custom)
+    shape = Shape.of(metadata).over(options)
+    copy = LedgerCopy(client, source, target, shape, options.secret("ledgerPassword") or b"", int(head["entryCount"]))
     await copy.begin()
     while some := list(islice(rows, _ENTRIES_AT_ONCE)):
-        if some[0]["entryId"] != copy.hash.entry_count:
-            raise Corrupt(f"Entry {copy.hash.entry_count} of ledger {source} is not in the export")
+        for entry_id, row in enumerate(some, copy.hash.entry_count):
+            if row["entryId"] != entry_id or row["payload"] is None:
+                raise Corrupt(f"The export lacks entry {entry_id} of ledger {source}, or has an entry twice")
         await copy.add(row["payload"] for row in some)
         await copy.flush()  # Nothing moves until the next rows are there.
-    if copy.hash.entry_count != copy.entry_count:
-        raise Corrupt(f"Ledger {source} has {copy.hash.entry_count} entries in the export, not {copy.entry_count}")
+    if (copy.hash.entry_count, copy.hash.length) != (copy.entry_count, head.get("size")):
+        raise Corrupt(
+            f"Ledger {source} has {copy.hash.entry_count} entries in the export ({copy.hash.length} bytes), not "
+            f"{copy.entry_count} ({head.get('size')} bytes)"
+        )
     return await copy.finish()

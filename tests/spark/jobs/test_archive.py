@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from base64 import b64encode
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,22 +127,58 @@ def test_export_and_import_restore_ledgers(
         import_ledgers(spark, str(path), live.options)
 
 
-def test_import_of_a_ledger_without_enough_bookies_fails_alone(live: Live) -> None:
-    def head(ensemble_size: int) -> bytes:
-        fields = {"ensembleSize": ensemble_size, "writeQuorumSize": 2, "ackQuorumSize": 2, "digestType": "CRC32C"}
-        return json.dumps({**fields, "customMetadata": {}, "entryCount": 1}).encode()
+Rows = list[tuple[int, bytes | None]]
 
-    wide, sound = (LedgerId(SCOPE + 30, ledger_id).qualified_name for ledger_id in (1, 2))
-    rows = [
-        {"ledgerQualifiedName": name, "entryId": entry_id, "payload": payload}
-        for name, size in ((wide, 5), (sound, 2))
-        for entry_id, payload in ((-1, head(size)), (0, b"x"))
-    ]
+
+def imported(live: Live, scope_id: int, *ledgers: tuple[Mapping[str, Any], Rows]) -> list[dict[str, Any]]:
+    """Import ledgers 1, 2, …, without Spark, from what differs in their heads and from their entries; the results."""
+    fields = {"ensembleSize": 2, "writeQuorumSize": 2, "ackQuorumSize": 2, "digestType": "CRC32C"}
+    rows = []
+    for ledger_id, (changes, entries) in enumerate(ledgers, 1):
+        counts = {"entryCount": len(entries), "size": sum(len(payload or b"") for _, payload in entries)}
+        head = json.dumps({**fields, "customMetadata": {}, **counts, **changes}).encode()
+        name = LedgerId(scope_id - 1, ledger_id).qualified_name
+        rows += [
+            {"ledgerQualifiedName": name, "entryId": entry_id, "payload": payload}
+            for entry_id, payload in ((-1, head), *entries)
+        ]
     options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
-    batches = copying._import_rows(options, SCOPE + 31, [rows])
-    failed, copied = (row for batch in batches for row in batch)
+    return [row for batch in copying._import_rows(options, scope_id, [rows]) for row in batch]
+
+
+def test_import_of_a_ledger_without_enough_bookies_fails_alone(live: Live) -> None:
+    failed, copied = imported(live, SCOPE + 31, ({"ensembleSize": 5}, [(0, b"x")]), ({}, [(0, b"x")]))
     assert (failed["state"], copied["state"]) == ("failed", "copied")
     assert "5 writable bookies are needed" in failed["message"]
+
+
+def test_import_fails_ledgers_whose_rows_are_not_the_export_s(live: Live) -> None:
+    rows: Rows = [(0, b"0"), (1, b"1"), (2, b"2")]
+    cases: list[tuple[Mapping[str, Any], Rows, str]] = [
+        ({}, [(0, b"0"), (1, b"1"), (1, b"1")], "lacks entry 2 "),
+        ({}, [(0, b"0"), (1, None), (2, b"2")], "lacks entry 1 "),
+        ({"size": 4}, rows, "3 entries in the export (3 bytes), not 3 (4 bytes)"),
+        ({"entryCount": 4}, rows, "3 entries in the export (3 bytes), not 4 (3 bytes)"),
+        ({"customMetadata": {"a": None}}, rows, "damaged metadata"),
+        ({"digestType": "MD5"}, rows, "damaged metadata"),
+        ({"writeQuorumSize": None}, rows, "damaged metadata"),
+    ]
+    found = imported(live, SCOPE + 33, *((head, entries) for head, entries, _ in cases), ({}, rows))
+    assert [row["state"] for row in found] == ["failed"] * len(cases) + ["copied"]
+    for row, (*_, message) in zip(found, cases, strict=False):
+        assert message in row["message"]
+
+
+def test_import_takes_the_shape_of_a_ledger_as_copies_do(live: Live) -> None:
+    """The marks of an exported copy are not those of the new ledger, which nobody has read back yet."""
+    marks = {name: b64encode(b"of another copy").decode() for name in (SOURCE_KEY, HASH_KEY)}
+    heads = {"ackQuorumSize": 0, "customMetadata": {"own": "AA==", **marks}}, {"customMetadata": None}
+    copied, bare = imported(live, SCOPE + 35, *((head, [(0, b"x")]) for head in heads))
+    assert (copied["state"], bare["state"]) == ("copied", "copied")
+    made = live.client().cluster.ledgers.read(LedgerId(SCOPE + 35, 1)).metadata
+    marks = {SOURCE_KEY: copied["source"], HASH_KEY: copied["sha256"]}
+    assert made.custom_metadata == {"own": b"\0", **{name: value.encode() for name, value in marks.items()}}
+    assert made.ack_quorum_size == 1
 
 
 def test_exports_of_empty_partial_and_missing_selections(
@@ -160,6 +198,15 @@ def test_exports_of_empty_partial_and_missing_selections(
     assert not [each for each in (tmp_path / "some" / "entries").iterdir() if each.is_dir()]
     rows = import_ledgers(spark, str(tmp_path / "some"), live.options, to_scope_id=SCOPE + 63).collect()
     assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("1", "copied", 1), ("2", "copied", 1)]
+    # Rows of impossible entry ids hide no ledger: of two that have such rows, one has lost an entry.
+    shutil.copytree(tmp_path / "some", tmp_path / "odd", ignore=shutil.ignore_patterns(".*.crc"))
+    for file in (tmp_path / "odd" / "entries").rglob("*.parquet"):
+        table = pyarrow.parquet.read_table(file)
+        odd = pyarrow.Table.from_pylist([{**row, "entryId": -5} for row in table.to_pylist()], table.schema)
+        is_lost = pyarrow.compute.equal(table["ledgerId"], 2)
+        pyarrow.parquet.write_table(pyarrow.concat_tables([odd, table.filter(pyarrow.compute.invert(is_lost))]), file)
+    rows = import_ledgers(spark, str(tmp_path / "odd"), live.options, to_scope_id=SCOPE + 66).collect()
+    assert [(row.ledgerId, row.state) for row in rows] == [("1", "copied"), ("2", "failed")]
     twin = live.write([b"y"], LedgerId(SCOPE + 62, 1))
     export_ledgers(spark, str(tmp_path / "twins"), {**live.options, "ledger": f"{one},{twin}"})
     for dry_run in (True, False):

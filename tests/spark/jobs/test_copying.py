@@ -22,6 +22,7 @@ from bkctl.spark.jobs.copying import (
     LedgerCopy,
     Shape,
     _copy_ledgers,
+    _foreseen,
     copy_ledger,
     import_ledgers,
     migrate_scope,
@@ -159,6 +160,17 @@ def test_closed_copy_is_verified(live: Live, client: Client) -> None:
         copy(client, source, foreign)
     growing = live.open(LedgerId(SCOPE, 5))
     assert copy(client, growing.ledger, LedgerId(SCOPE + 1, 5))[2] == "open"
+
+
+def test_copy_that_is_not_closed_is_not_foreseen_as_present(live: Live, client: Client) -> None:
+    """Nobody has read it back, whatever its custom metadata says."""
+    source, target = LedgerId(SCOPE, 10), LedgerId(SCOPE + 1, 10)
+    marks = {SOURCE_KEY: source.qualified_name.encode(), HASH_KEY: b"5a"}
+    half = live.open(target, custom_metadata=marks)
+    planned = CopyResult(source, target, "planned", 1, 1)
+    assert list(_foreseen(client.cluster, [planned])) == [planned]
+    half.close()
+    assert list(_foreseen(client.cluster, [planned])) == [planned._replace(state="present", sha256="5a")]
 
 
 def test_copy_raises_the_error_of_a_closed_client(live: Live, client: Client) -> None:
