@@ -99,8 +99,11 @@ def extract(
     `cluster` has the digest types and passwords for records that match no digest by themselves (HMAC, DUMMY); without
     it such records are copied whole. `full` reads logs again that were extracted before. Parts that are superseded stay
     for `keep`, for jobs that still read them. `progress` gets the number of finished and of all logs. Raises Conflict
-    if listed logs vanish during every attempt, the errors of the metadata store, and BkctlError if `store` fails.
+    for the bookie of another cluster, and if listed logs vanish during every attempt; the errors of the metadata store;
+    and BkctlError if `store` fails.
     """
+    if cluster is not None:
+        bookie.check_cluster(cluster)
     return _Extract(bookie, store, LedgerDigests(cluster), full=full, keep=keep, progress=progress).run()
 
 
@@ -381,7 +384,7 @@ class LedgerDigests:
     def of_record(self, ledger: str, entry_id: int, body: bytes) -> tuple[str | None, bool]:
         """Return the digest type that a record matches (None: none, or unknown), and whether its bytes are evidence.
 
-        They are not if the digest type of the ledger has nothing to check, or the ledger no longer exists.
+        They are not if the digest type of the ledger has nothing to check.
         """
         if self._cluster is None:
             return None, True
@@ -421,16 +424,14 @@ class LedgerDigests:
 
     @staticmethod
     def _digest_of(cluster: Cluster, name: str) -> DigestManager | BkctlError | None:
-        """Return None if there is nothing to check, or no ledger any more; an error: its metadata cannot be used."""
+        """Return None if there is nothing to check; an error if its metadata is unusable or was deleted."""
         ledger = LedgerId.from_value(int(name, 16))
         try:
             metadata = cluster.ledgers.read(ledger).metadata
             if metadata.digest_type in (None, DigestType.DUMMY):
                 return None
             return DigestManager(ledger, metadata.digest_type, metadata.password or b"")
-        except LedgerNotFound:
-            return None
-        except (Corrupt, Unsupported, UsageError) as error:
+        except (Corrupt, LedgerNotFound, Unsupported, UsageError) as error:
             return error
         except (Unauthorized, Unreachable):
             raise

@@ -55,6 +55,10 @@ class BookieFiles(NamedTuple):
         """Return the paths of the journals, in order, including those that a downgrade set aside. Raises NotFound."""
         return [str(file.path) for file in self.directories.journals()]
 
+    def check_cluster(self, cluster: Cluster) -> None:
+        """Raise Conflict as `Facts.check_cluster`."""
+        check_instance(cluster, [Path(path, COOKIE_NAME) for path in (*self.ledger_dirs, *self.journal_dirs)])
+
 
 #: The input of jobs: bookies' directories, or their facts.
 Bookies = Sequence[BookieFiles] | Facts
@@ -95,11 +99,8 @@ def open_store(connection: Mapping[str, str]) -> Cluster:
 def check_clusters(bookies: Bookies, connection: Mapping[str, str]) -> None:
     """Raise Conflict if a bookie's cookie names another cluster, in which all its ledgers would look dead."""
     with open_store(connection) as cluster:
-        if isinstance(bookies, Facts):
-            bookies.check_cluster(cluster)
-            return
-        paths = [Path(path) for bookie in bookies for path in (*bookie.ledger_dirs, *bookie.journal_dirs)]
-        check_instance(cluster, [path / COOKIE_NAME for path in paths])
+        for each in [bookies] if isinstance(bookies, Facts) else bookies:
+            each.check_cluster(cluster)
 
 
 def _bookies_at(place: str, left_out: list[Path]) -> Iterator[tuple[str, BookieDirectories]]:

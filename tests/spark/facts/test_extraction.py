@@ -25,6 +25,7 @@ from support.command_line import CommandLine
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
+from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
@@ -174,6 +175,37 @@ def test_digests_of_hmac_come_from_the_cluster_else_records_are_evidence(
         data = Path(str(row["file"])).read_bytes()
         begin = int(str(row["offset"])) + 4
         assert data[begin : begin + int(str(row["recordSize"]))] == record
+
+
+def test_records_of_a_ledger_that_may_come_back_are_evidence(files: Files, place: Path, tmp_path: Path) -> None:
+    """Else the next extracts, which do not read the log again, could not tell its sound entries from damaged ones."""
+    facts = tmp_path / "facts"
+    ledger = next(each.ledger for each in files.flushed if each.digest_type is DigestType.HMAC)
+    (bookie,) = find_bookies([place])
+    with open_cluster(files.uri) as cluster:
+        (kept,) = [found for _, found in cluster.ledgers.read_many([ledger])]
+        assert not isinstance(kept, BkctlError)
+        cluster.ledgers.remove(ledger)
+        try:
+            extract(bookie, FactsStore(str(facts)), cluster)
+        finally:
+            cluster.ledgers.create(ledger, kept.metadata)
+        assert extract(bookie, FactsStore(str(facts)), cluster).read_log_count == 0
+    command = CommandLine(files.uri)
+    expected = command("pipeline", "integrity", place, "--ledger", ledger)
+    assert expected.code == 0, expected
+    found = command("pipeline", "integrity", "--facts", facts, "--ledger", ledger)
+    assert (found.code, found.out) == (0, expected.out), found
+
+
+def test_extract_refuses_another_cluster_than_the_bookie_s(place: Path, tmp_path: Path) -> None:
+    """Its ledgers' digests would be those of other ledgers, or of none."""
+    other = CommandLine(f"sqlite://{tmp_path / 'other.db'}")
+    assert other("cluster", "init").code == 0
+    refused = other("pipeline", "extract", place, tmp_path / "facts")
+    assert (refused.code, refused.out) == (5, b""), refused
+    assert "belongs to the cluster" in refused.problem
+    assert not (tmp_path / "facts").exists()
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
