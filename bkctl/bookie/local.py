@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -180,7 +181,7 @@ class LocalCluster:
         each new bookie has an HTTP server, with `auto_recovery` it takes part in auto-recovery. `progress` is called
         with each step. Return the bookies. Raises UsageError for a count or storage that does not fit the cluster,
         TimedOut when a bookie does not register within `timeout_s` of the last progress, BkctlError with the end of its
-        log for a bookie whose process ended, Conflict if all bookies left the cluster.
+        log for a bookie whose process ended, Conflict if all bookies left the cluster. Started bookies keep running.
         """
         from bkctl.metadata.cluster import open_cluster
         from bkctl.tasks import uninterrupted
@@ -245,9 +246,8 @@ class LocalCluster:
                     raise self._died(waiting[bookie_id], process.returncode)
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(sorted(waiting))
-                raise TimedOut(
-                    f"{names} did not register within {timeout_s:g} s", hint=f"read {waiting[min(waiting)].log}"
-                )
+                hint = self._hint(waiting[min(waiting)])
+                raise TimedOut(f"{names} did not register within {timeout_s:g} s", hint=hint)
             if waiting:
                 time.sleep(_POLL_S)
 
@@ -402,7 +402,11 @@ class LocalCluster:
             log.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
         last = lines[-1] if lines else "no output"
-        return BkctlError(f"{bookie.bookie_id} stopped with exit code {code}: {last}", hint=f"read {path}")
+        return BkctlError(f"{bookie.bookie_id} stopped with exit code {code}: {last}", hint=self._hint(bookie))
+
+    def _hint(self, bookie: ClusterBookie) -> str:
+        down = shlex.join(("bkctl", "local", "down", "--dir", str(self.directory)))
+        return f"read {bookie.log}; started bookies keep running until {down!r}"
 
     def _make_active(self) -> None:
         pointer = data_directory() / "local-cluster"

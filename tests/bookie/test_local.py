@@ -141,8 +141,10 @@ def make_unable_to_start(cluster: LocalCluster) -> None:
 
 def test_bookie_that_dies_at_start_is_reported_with_the_end_of_its_log(cluster: LocalCluster) -> None:
     make_unable_to_start(cluster)
-    with pytest.raises(BkctlError, match="journalMaxSizeMB"):
-        cluster.up()
+    with pytest.raises(BkctlError, match="journalMaxSizeMB") as caught:
+        cluster.up(2)
+    assert f"keep running until \"bkctl local down --dir '{cluster.directory}'\"" in (caught.value.hint or "")
+    assert [bookie.bookie_id for bookie in cluster.down()] == ["bookie-1"]
 
 
 def test_damaged_description_is_refused_not_replaced(cluster: LocalCluster) -> None:
