@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.formats.index import ledger_of_index_path
+from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.metadata.liveness import check_cookie
 from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.facts.facts_store import FactsStore, PartList
@@ -144,7 +145,9 @@ class Facts(list[PartList]):
             "bookieId", place(F.col("logId"), F.col("scoped")), "offset", F.struct(*details).alias("found")
         )
         evidence = evidence.groupBy("bookieId", "at", "offset").agg(F.collect_set("found").alias("evidence"))
-        scoped = F.substring(_QUALIFIED_NAME, 1, 16) != "0" * 16
+        # An index that names a log means one for ledgers of its scope; a log of the others may be copied there.
+        named = F.substring(_QUALIFIED_NAME, 1, 16) != "0" * 16
+        scoped = F.when(F.col("file").isNull(), named).otherwise(F.col("file").rlike(f"/{SCOPED_DIRECTORY}/[^/]*$"))
         logs = self.log_files(spark).groupBy("bookieId", place(F.col("logId"), F.col("scoped")))
         found = looks.withColumn("at", place(F.col("logId"), scoped))
         found = found.join(evidence, ["bookieId", "at", "offset"], "left")

@@ -199,7 +199,7 @@ def test_records_of_a_ledger_that_may_come_back_are_evidence(files: Files, place
 
 
 def test_extract_refuses_another_cluster_than_the_bookie_s(place: Path, tmp_path: Path) -> None:
-    """Its ledgers' digests would be those of other ledgers, or of none."""
+    """Another cluster would judge records by the digests of other ledgers."""
     other = CommandLine(f"sqlite://{tmp_path / 'other.db'}")
     assert other("cluster", "init").code == 0
     refused = other("pipeline", "extract", place, tmp_path / "facts")

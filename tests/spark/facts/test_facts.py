@@ -196,6 +196,16 @@ def facts(damaged: Files, tmp_path_factory: pytest.TempPathFactory) -> dict[bool
     return {named: Facts(uri) for named, uri in uris.items()}
 
 
+def test_evidence_is_found_in_a_scoped_log_that_was_copied_among_the_others(
+    engine: Engine, intact: Files, tmp_path: Path
+) -> None:
+    files = copied(intact, tmp_path / "files")
+    shutil.copy(_log(files, 0, scoped=True), _log(files, 0).with_name("77.log"))
+    extracted(files, str(tmp_path / "facts"), named=False)
+    from_files = _integrity(engine.session, find_bookies([files.directory]), files.uri)
+    assert _integrity(engine.session, Facts(str(tmp_path / "facts")), files.uri) == from_files
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("job", "named"), CASES, ids=lambda each: getattr(each, "__name__", str(each)).strip("_"))
 def test_jobs_give_the_same_rows_from_facts(

@@ -170,7 +170,7 @@ def test_import_fails_ledgers_whose_rows_are_not_the_export_s(live: Live) -> Non
 
 
 def test_import_takes_the_shape_of_a_ledger_as_copies_do(live: Live) -> None:
-    """The marks of an exported copy are not those of the new ledger, which nobody has read back yet."""
+    """The new ledger does not inherit the marks of an exported copy: it was not read back yet."""
     marks = {name: b64encode(b"of another copy").decode() for name in (SOURCE_KEY, HASH_KEY)}
     heads = {"ackQuorumSize": 0, "customMetadata": {"own": "AA==", **marks}}, {"customMetadata": None}
     copied, bare = imported(live, SCOPE + 35, *((head, [(0, b"x")]) for head in heads))

@@ -163,7 +163,7 @@ def test_closed_copy_is_verified(live: Live, client: Client) -> None:
 
 
 def test_copy_that_is_not_closed_is_not_foreseen_as_present(live: Live, client: Client) -> None:
-    """Nobody has read it back, whatever its custom metadata says."""
+    """It was not read back, whatever its custom metadata says."""
     source, target = LedgerId(SCOPE, 10), LedgerId(SCOPE + 1, 10)
     marks = {SOURCE_KEY: source.qualified_name.encode(), HASH_KEY: b"5a"}
     half = live.open(target, custom_metadata=marks)
