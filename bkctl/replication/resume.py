@@ -1,4 +1,4 @@
-"""Resume files: the ledgers that a recovery has finished, so that an interrupted recovery continues there.
+"""Resume files: the ledgers that the runs of a recovery have finished.
 
 A resume file is ndjson. The first line identifies the recovery, each other line names a finished ledger:
 
@@ -17,11 +17,12 @@ import os
 import re
 import time
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from bkctl.disk import Closing, Files
-from bkctl.errors import Conflict, Corrupt, Unsupported
+from bkctl.errors import Conflict, Corrupt, Unsupported, on_error
 from bkctl.ids import LedgerId, LedgerIdSet
 
 FORMAT: Final = "bkctl-recovery"
@@ -47,10 +48,13 @@ class ResumeFile(Closing):
         self.entry_count = 0
         self.size_bytes = 0
         self._synced = time.monotonic()
-        self._dirty = False
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            self._lock()
+        self._file = open(path, "a+b")  # noqa: SIM115 (closed by close)
+        with on_error(self._file.close):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                problem = f"{path}: another process is writing to it"
+                raise Conflict(problem, hint="wait for that process, or stop it") from error
             header = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -63,9 +67,6 @@ class ResumeFile(Closing):
                 self._append(header)
                 self._sync()
                 Files().sync_directory(path.absolute().parent)
-        except BaseException:
-            os.close(self._file)
-            raise
 
     def record(self, ledger: LedgerId, entry_count: int, size_bytes: int) -> None:
         """Record that the ledger is finished. Raise OSError."""
@@ -76,91 +77,59 @@ class ResumeFile(Closing):
 
     def close(self) -> None:
         """Sync and close the file; a second call does nothing."""
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            try:
-                if self._dirty:
-                    os.fsync(file)
-            finally:
-                os.close(file)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            problem = f"{self.path}: another process is writing to it"
-            raise Conflict(problem, hint="wait for that process, or stop it") from error
+        if not self._file.closed:
+            with self._file:
+                self._sync()
 
     def _read(self, expected: dict[str, Any]) -> bool:
         """Read the file, and truncate an incomplete last line; return False for an empty file."""
-        end = 0
-        with open(self._file, "rb", closefd=False) as file:
-            file.seek(0)
-            for number, line in enumerate(iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b""), 1):
-                if not line.endswith(b"\n"):
-                    if len(line) == LINE_SIZE_BYTES_MAX:
-                        raise Corrupt(f"{self.path} line {number}: longer than {LINE_SIZE_BYTES_MAX} bytes")
-                    break
-                fields = self._parse(line, number)
-                if number == 1:
-                    self._check(fields, expected)
-                else:
-                    self._add(fields, number)
-                end += len(line)
-            size = os.fstat(self._file).st_size
+        self._file.seek(0)
         # An incomplete first line is truncated only if it is the beginning of our own header.
-        if end == 0 and not json.dumps(expected).encode().startswith(os.pread(self._file, 20, 0)):
-            raise Corrupt(f"{self.path} is not a resume file", hint="name a new file")
-        if end < size:
-            os.ftruncate(self._file, end)
+        is_ours = json.dumps(expected).encode().startswith(self._file.read(20))
+        self._file.seek(end := 0)
+        for number, line in enumerate(iter(partial(self._file.readline, LINE_SIZE_BYTES_MAX), b""), 1):
+            if not line.endswith(b"\n") and len(line) < LINE_SIZE_BYTES_MAX and (end or is_ours):
+                break
+            try:
+                self._take(json.loads(line), expected if number == 1 else None)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                problem = f"{self.path} line {number} is not that of a resume file"
+                raise Corrupt(problem, hint="name a new file") from error
+            end += len(line)
+        self._file.truncate(end)
         return end > 0
 
-    def _check(self, header: dict[str, Any], expected: dict[str, Any]) -> None:
-        if header.get("format") != FORMAT:
-            raise Corrupt(f"{self.path} is not a resume file", hint="name a new file")
-        if header.get("version") != VERSION:
+    def _take(self, fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
+        """Take the ledger of a line, or check the header. Raise what the parsing of JSON of another form leads to."""
+        if expected is None:
+            if not _NAME.fullmatch(fields["ledger"]):
+                raise ValueError(fields)
+            self.entry_count += int(fields["entryCount"])
+            self.size_bytes += int(fields["sizeBytes"])
+            self.done.add(LedgerId.from_value(int(fields["ledger"], 16)))
+            return
+        if fields.get("format") != FORMAT:
+            raise ValueError(fields)
+        if fields.get("version") != VERSION:
             raise Unsupported(
-                f"{self.path} is a resume file of version {header.get('version')!r}; version {VERSION} is known"
+                f"{self.path} is a resume file of version {fields.get('version')!r}; version {VERSION} is known"
             )
-        if header.get("instanceId") != expected["instanceId"]:
+        if fields["instanceId"] != expected["instanceId"]:
             raise Conflict(
-                f"{self.path} belongs to cluster {header.get('instanceId')!r}; this one is {expected['instanceId']!r}",
+                f"{self.path} belongs to cluster {fields['instanceId']!r}; this one is {expected['instanceId']!r}",
                 hint="connect to the cluster of the file, or name a new file",
             )
-        if header.get("bookies") != expected["bookies"]:
-            named = header.get("bookies")
-            names = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
+        if fields["bookies"] != expected["bookies"]:
+            names = ", ".join(map(str, fields["bookies"]))
             raise Conflict(
                 f"{self.path} belongs to a recovery of {names}, not of {', '.join(expected['bookies'])}",
                 hint="name the same bookies, or a new file",
             )
 
-    def _add(self, fields: dict[str, Any], number: int) -> None:
-        name, entry_count, size_bytes = (fields.get(key) for key in ("ledger", "entryCount", "sizeBytes"))
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise Corrupt(f"{self.path} line {number} does not name a ledger")
-        if type(entry_count) is not int or type(size_bytes) is not int:
-            raise Corrupt(f"{self.path} line {number} lacks entryCount or sizeBytes")
-        self.done.add(LedgerId.from_value(int(name, 16)))
-        self.entry_count += entry_count
-        self.size_bytes += size_bytes
-
-    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict):
-            problem = "is not a resume file" if number == 1 else f"line {number} is not a JSON object"
-            raise Corrupt(f"{self.path} {problem}", hint="name a new file")
-        return fields
-
     def _append(self, fields: dict[str, Any]) -> None:
-        data = json.dumps(fields).encode() + b"\n"
-        self._dirty = True
-        while data:
-            data = data[os.write(self._file, data) :]
+        self._file.write(json.dumps(fields).encode() + b"\n")
+        self._file.flush()
 
     def _sync(self) -> None:
-        os.fsync(self._file)
-        self._synced, self._dirty = time.monotonic(), False
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
