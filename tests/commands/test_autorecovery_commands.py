@@ -76,6 +76,7 @@ def test_changes_are_undone_and_done_again_by_the_last_undo_file(
         return [(path, value) for path, value in found if value or "disable" in path]
 
     assert cli("autorecovery", "mark", "6", "--missing", "b1:1").code == 0
+    AutoRecoveryState(store.store).settings.set_check_ctime_ms(AuditorCheck.PLACEMENT_POLICY, 1)
     before = nodes()
     assert cli(*words).code == 0
     after = nodes()
