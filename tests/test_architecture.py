@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -183,6 +184,23 @@ def test_classes_are_small() -> None:
     new = {name: large[name] for name in large.keys() - LARGE_CLASSES.keys()}
     assert not new, f"classes over {CLASS_LINES_MAX} lines or {CLASS_METHODS_MAX} methods"
     assert LARGE_CLASSES.keys() - large.keys() == set(), "classes that are small now: remove them from LARGE_CLASSES"
+
+
+def test_private_functions_are_named_elsewhere() -> None:
+    """An override that lost its base is never called, and the class does without it what it should not do."""
+    sources = [path.read_text() for path in modules()]
+    words = Counter(word for source in sources for word in re.findall(r"\w+", source))
+    unused = [
+        node.name
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and node.name.startswith("_")
+        and not node.decorator_list
+        and not node.name.endswith("__")
+        and words[node.name] < 2
+    ]
+    assert not unused
 
 
 BODY_LINES_MAX, BODY_COMPLEXITY_MAX = 40, 12

@@ -374,8 +374,8 @@ class LimitedConnection(ServedConnection):
         super().connection_lost(exc)
         self._next = None
 
-    def _runs_of(self, handler: RequestHandler) -> None:
-        return None  # each add and read waits for a slot of its own
+    def _take_frames(self, buffer: memoryview, at: int, end: int) -> int:
+        return at  # each add and read waits for a slot of its own
 
     def _parse(self) -> None:
         if self._next is not None:

@@ -394,11 +394,24 @@ async def test_requests_of_clients_that_left_count_until_they_are_answered() -> 
         assert server.in_flight.bytes == 0
 
 
+class HoldingRuns(Holding):
+    """A bookie that takes many requests at once, where a connection gives it many."""
+
+    def adds_at_once(self) -> int:
+        return 100
+
+    def handle_adds(self, adds: Any, answer: Any) -> None:
+        pytest.fail("a slot bounds single adds")
+
+    handle_reads = handle_adds
+
+
+@pytest.mark.parametrize("kind", [Holding, HoldingRuns])
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
 async def test_no_more_adds_are_in_progress_than_allowed_and_reads_have_a_bound_of_their_own(
-    protocol: Protocol,
+    protocol: Protocol, kind: type[Holding]
 ) -> None:
-    bookie = Holding()
+    bookie = kind()
     async with (
         serving(bookie, adds_in_progress=3, reads_in_progress=2) as server,
         clients(server, 4, protocol) as opened,
