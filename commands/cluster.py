@@ -331,7 +331,7 @@ DETAIL_COLUMNS = Columns(
     Column(
         "ADVICE",
         "advice",
-        lambda row: None if row.finding.advice == row.finding.why else row.finding.advice,
+        lambda row: None if row.finding.advice.endswith(row.finding.why.removeprefix("it ")) else row.finding.advice,
         optional=True,
     ),
     Column("DETAILS", "details", "finding.details", Kind.NESTED, optional=True),

@@ -62,14 +62,26 @@ _LEDGER = (
     ("bkctl ledger locate LEDGER", "shows the bookies of each fragment"),
     ("bkctl ledger verify LEDGER", "asks every replica"),
 )
-_RECOVER = (("bkctl bookies recover BOOKIE --yes", "copies what the bookie held to others"),)
+_RECOVER = (("bkctl bookies recover BOOKIE --yes", "copies what the lost bookie held to others"),)
 _AUTO = (("bkctl autorecovery status", "shows auditors, workers and whether auto-recovery is enabled"),)
 _RUN = (("bkctl autorecovery run", "runs auto-recovery in the foreground, beside any bookie"),)
-_COOKIE = (("bkctl cookie verify", "compares the cookies in directories with those in the metadata store"),)
+_COOKIE = (
+    (
+        "bkctl cookie verify --conf bk_server.conf",
+        "compares the cookies in directories with the one in the metadata store, on the bookie's host",
+    ),
+)
+_CHECK = (
+    ("bkctl bookie check --conf bk_server.conf", "names the ledgers whose files are damaged, on the bookie's host"),
+)
+_INDEX = (
+    ("bkctl bookie index regenerate LEDGER --conf bk_server.conf", "rebuilds the index from the entry logs, while the bookie is stopped"),
+    ("bkctl bookie index rebuild --ledgers --locations --conf bk_server.conf", "does that for DbLedgerStorage, for all ledgers"),
+)  # fmt: skip
 _RACKS = (("bkctl bookies racks list", "shows the rack of each bookie"),)
 
 GUIDES: dict[Code, Guide] = {
-    Code.NO_INSTANCE_ID: Guide((("bkctl cookie list", "shows the instance id that cookies name"),), (("bkctl metadata import FILE", "restores it from an export"),)),
+    Code.NO_INSTANCE_ID: Guide((("bkctl cookie list", "shows the instance id that cookies name"),), (("bkctl metadata import EXPORT", "restores it from an export of this cluster"), ("bkctl cookie list", "without an export: each cookie has the id; write it into the node INSTANCEID of the cluster with the store's own tool (zkCli.sh, etcdctl). A new cluster ('bkctl cluster init') would have another id, which the bookies refuse"))),
     Code.NO_WRITABLE_BOOKIE: Guide(_SPACE, (*_START, ("bkctl bookie readonly off --bookie BOOKIE", "ends a read-only state that somebody asked for"), *_FREE)),
     Code.BOOKIE_DOWN: Guide((("bkctl bookies ok-to-stop BOOKIE", "says what depends on it"), ("bkctl autorecovery list", "shows the ledgers that lack it")), (*_START, ("bkctl bookies decommission BOOKIE --yes", "gives up a bookie that will not return: copies its ledgers, removes its cookie"))),
     Code.BOOKIE_UNKNOWN: Guide((("bkctl bookies list", "shows the bookies that there are"),), _RECOVER),
@@ -78,26 +90,26 @@ GUIDES: dict[Code, Guide] = {
     Code.BOOKIE_WITHOUT_COOKIE: Guide(_COOKIE, (("bkctl cookie generate --conf bk_server.conf", "writes the cookie that 'bkctl cookie create' stores, on its host"),)),
     Code.BOOKIE_UNREGISTERED: Guide((*_STORE, ("bkctl bookie state --bookie BOOKIE", "asks the bookie itself")), (("bkctl cluster health", "once its network and the metadata store work, the bookie registers by itself: no restart is needed"),)),
     Code.BOOKIE_SILENT: Guide((("bkctl bookie state --bookie BOOKIE", "asks its HTTP server"),), _START),
-    Code.BOOKIE_HUNG: Guide((("bkctl diagnose bundle", "saves its state before a restart"),), (*_START, *_RECOVER)),
+    Code.BOOKIE_HUNG: Guide((("bkctl diagnose bundle bundle.tar.gz", "saves its state before a restart"),), (("bkctl bookie start --conf bk_server.conf", "starts it on its host, once the hung process has ended: until then its port and directories are in use"),)),
     Code.BOOKIE_SLOW: Guide((("bkctl top", "compares latencies, journals and disks of all bookies"), ("bkctl bookie metrics --match JOURNAL --bookie BOOKIE", "shows its journal")), (("bkctl bookie readonly on --bookie BOOKIE", "keeps new ledgers away while its disk is replaced"),)),
     Code.METADATA_SLOW: Guide(_STORE, (("bkctl metadata check", "reads all metadata, and says how much there is"),)),
     Code.CLOCK_SKEW: Guide((("bkctl bookie metrics --match clock --bookie BOOKIE", "shows its clock"),), (("bkctl cluster health", "once time synchronization runs on both hosts, the finding ends"),)),
-    Code.VERSIONS_MIXED: Guide((("bkctl bookies list", "shows the versions"),), (("bkctl bookies ok-to-stop BOOKIE", "says whether the next bookie may be stopped for its upgrade"),)),
-    Code.COOKIE_DAMAGED: Guide(_COOKIE, (("bkctl cookie update BOOKIE --yes", "writes it again from the bookie's directories"),)),
+    Code.VERSIONS_MIXED: Guide((), (("bkctl bookies ok-to-stop BOOKIE", "says whether the next bookie may be stopped for its upgrade"),)),
+    Code.COOKIE_DAMAGED: Guide(_COOKIE, (("bkctl cookie update BOOKIE DIR/current/VERSION --yes", "writes it again from one of the bookie's directories"),)),
     Code.COOKIE_OF_ANOTHER_CLUSTER: Guide((*_COOKIE, ("bkctl cluster id", "shows the id of this cluster")), (("bkctl cookie show BOOKIE", "decides: a wrong metadataServiceUri is corrected, a bookie of another cluster is not started here"),)),
     Code.DISK_FULL: Guide(_SPACE, _FREE),
-    Code.DISK_FULL_NO_WAY_OUT: Guide((*_SPACE, ("bkctl bookie gc --status --bookie BOOKIE", "says why compaction is suspended")), (*_FREE, ("bkctl bookies recover BOOKIE --yes", "moves its ledgers to bookies with space"))),
+    Code.DISK_FULL_NO_WAY_OUT: Guide((*_SPACE, ("bkctl bookie gc --status --bookie BOOKIE", "says why compaction is suspended")), (*_FREE, ("bkctl bookies drain BOOKIE --yes", "moves its ledgers to bookies with space, without fencing their writers"))),
     Code.LEDGERS_UNAVAILABLE: Guide(_LEDGER, _START),
     Code.LEDGERS_ONE_COPY: Guide((*_LEDGER, *_AUTO), (*_START, ("bkctl autorecovery audit", "has the auditor mark what lacks replicas now"))),
-    Code.METADATA_UNREADABLE: Guide((("bkctl metadata get PATH", "reads the node of one, by the path that the check prints: with the login of another user, if it is refused"),), (("bkctl metadata diff FILE", "shows the metadata that an export of this cluster has in place of damage"),)),
+    Code.METADATA_UNREADABLE: Guide((("bkctl metadata get PATH", "reads the node of one, by the path that the check prints: with the login of another user, if it is refused"),), (("bkctl metadata diff EXPORT", "names the ledgers that differ from an export of this cluster: the damaged ones, and all that changed since"), ("bkctl metadata import EXPORT --overwrite --dry-run", "counts what an import would replace"), ("bkctl metadata import EXPORT --overwrite --yes", "replaces all of them: a ledger that was closed or moved since is set back, too. An undo file keeps what it replaces"))),
     Code.LEDGERS_IN_RECOVERY: Guide(_LEDGER, (("bkctl ledger recover LEDGER --yes", "decides the end of the ledger and closes it"),)),
     Code.LEDGERS_DANGLING: Guide((("bkctl metadata check", "shows the bookies that ledgers name"),), _RECOVER),
-    Code.LEDGERS_SET_ASIDE: Guide((("bkctl bookie check", "reads its files, on its host while it is stopped"),), _MARK),
-    Code.LEDGERS_UNREADABLE: Guide((("bkctl ledger verify LEDGER", "says which replicas are sound"), ("bkctl bookie check", "reads its files, on its host while it is stopped")), _MARK),
+    Code.LEDGERS_SET_ASIDE: Guide(_CHECK, _MARK),
+    Code.LEDGERS_UNREADABLE: Guide((("bkctl ledger verify LEDGER", "says which replicas are sound"), *_CHECK), _MARK),
     Code.CERTIFICATE_EXPIRES: Guide((("bkctl bookie metrics --match certificate --bookie BOOKIE", "shows the seconds left of each: its servers' (bookie, http), and its own one to ZooKeeper (metadata)"),), (("bkctl bookie config --bookie BOOKIE", "shows the files: replace them; with tlsCertFilesRefreshDurationSeconds they are loaded without a restart"),)),
     Code.BOOKIE_WITHOUT_RACK: Guide(_RACKS, (("bkctl bookies racks set BOOKIE --rack RACK", "stores its rack"),)),
     Code.TOO_FEW_RACKS: Guide(_RACKS, (*_START, ("bkctl bookies racks set BOOKIE --rack RACK", "corrects a wrong rack"))),
-    Code.RACKS_VIOLATED: Guide((*_RACKS, ("bkctl ledger locate LEDGER", "shows bookies and racks of each fragment")), (("bkctl autorecovery audit --reset-clock placement", "makes the placement check due at the next start of an auditor"),)),
+    Code.RACKS_VIOLATED: Guide((*_RACKS, ("bkctl ledger locate LEDGER", "shows bookies and racks of each fragment")), (("bkctl autorecovery audit --reset-clock placement", "makes the placement check due at the next start of an auditor. The check runs only with auditorPeriodicPlacementPolicyCheckInterval above 0, and workers move replicas only with repairedPlacementPolicyNotAdheringBookieEnabled=true: both are off by default"),)),
     Code.SCOPES_ORPHANED: Guide((("bkctl metadata orphans", "shows them"),), (("bkctl metadata orphans --delete --yes", "removes them, if an export shows nothing of use"),)),
     Code.NO_BOOKIE_FOR_SCOPES: Guide((("bkctl bookies list", "shows which bookies know scopes"),), _START),
     Code.MARK_DAMAGED: Guide((("bkctl autorecovery list", "shows the mark"),), (("bkctl autorecovery unmark LEDGER --yes", "removes it"), ("bkctl autorecovery audit", "marks the ledger again if it lacks replicas"))),
@@ -122,11 +134,11 @@ ALERTS = (
     Alert("BookieClockSkewed", 'abs(bkctl_clock_seconds - timestamp(bkctl_clock_seconds)) > 5', "has a clock that differs by {{ $value }} s", "5m", Code.CLOCK_SKEW),
     Alert("NoAuditor", 'max(auditor_elected{scopes=""}) == 0', "no auditor is elected among the bookies that are scraped", "15m", Code.NO_AUDITOR),
     Alert("ReplicationFails", 'increase(replication_worker_rereplicate_count{success="false"}[10m]) > 0', "failed to replicate ledgers for 30 minutes", "30m", Code.REPLICATION_STUCK),
-    Alert("BookieIndexLost", "bkctl_gc_unindexed_ledgers > 0", "has entries of {{ $value }} ledgers that are not in its index", what="Entry logs of a bookie have entries that its index does not know: reads of them fail.", guide=Guide((("bkctl bookie check", "names the ledgers, on its host while it is stopped"),), (("bkctl bookie index regenerate LEDGER", "makes the index again from the entry logs"),))),
+    Alert("BookieIndexLost", "bkctl_gc_unindexed_ledgers > 0", "has entries of {{ $value }} ledgers that are not in its index", what="Entry logs of a bookie have entries that its index does not know: reads of them fail.", guide=Guide(_CHECK, _INDEX)),
     Alert("BookieKeepsDeletedLedgers", "bkctl_gc_scoped_held_back == 1", "deletes no scoped ledgers", "1h", what="The collector cannot be sure that scoped ledgers are deleted, and keeps them: their space is not freed.", guide=Guide((("bkctl bookie gc --status --bookie BOOKIE", "has the reason"),), (("bkctl metadata scopes", "shows whether the metadata of scopes can be read"),))),
-    Alert("BookieUnexpectedErrors", "increase(bkctl_unexpected_errors_total[1h]) > 0", "had faults of bkctl itself", what="A fault of bkctl that neither a disk nor a request explains; the bookie's log has each with a traceback.", guide=Guide((("bkctl diagnose bundle", "saves logs, metrics and state without secrets"),), (("bkctl bookie state --bookie BOOKIE", "says whether it still serves; report the fault with the bundle"),))),
+    Alert("BookieUnexpectedErrors", "increase(bkctl_unexpected_errors_total[1h]) > 0", "had faults of bkctl itself", what="A fault of bkctl that neither a disk nor a request explains; the bookie's log has each with a traceback.", guide=Guide((("bkctl diagnose bundle bundle.tar.gz", "saves logs, metrics and state without secrets"),), (("bkctl bookie state --bookie BOOKIE", "says whether it still serves; report the fault with the bundle"),))),
     Alert("BookieDescriptorsShort", 'process_open_fds{job="bookkeeper"} / process_max_fds{job="bookkeeper"} > 0.9', "has few file descriptors left", "5m", what="A bookie without file descriptors opens no files and accepts no connections.", guide=Guide((("bkctl bookie metrics --match fds --bookie BOOKIE", "shows how many are open"),), (("bkctl bookie config --bookie BOOKIE", "shows openFileLimit and serverMaxConnections: raise LimitNOFILE of its unit above their sum"),))),
-    Alert("LedgerEntriesLost", "auditor_NUM_LEDGERS_HAVING_NO_REPLICA_OF_AN_ENTRY > 0", "found {{ $value }} ledgers with an entry that no bookie has", what="The check of replicas (auditorReplicasCheckInterval) found entries on none of their bookies.", guide=Guide((("bkctl ledger verify LEDGER", "names the entries"), ("bkctl metadata check", "finds ledgers whose metadata is wrong")), (("bkctl bookie index regenerate LEDGER", "on a bookie that had the ledger: its entry logs may still have the entries"),))),
+    Alert("LedgerEntriesLost", "auditor_NUM_LEDGERS_HAVING_NO_REPLICA_OF_AN_ENTRY > 0", "found {{ $value }} ledgers with an entry that no bookie has", what="The check of replicas (auditorReplicasCheckInterval) found entries on none of their bookies.", guide=Guide((("bkctl ledger verify LEDGER", "names the entries"), ("bkctl metadata check", "finds ledgers whose metadata is wrong")), _INDEX)),
 )  # fmt: skip
 
 
@@ -274,7 +286,7 @@ def _runbooks() -> Iterator[tuple[str, str]]:
     for code in Code:
         first = re.sub(r"\{(\w+)\}", lambda found: {"subject": "BOOKIE"}.get(found[1], found[1].upper()), code.next)
         guide = GUIDES[code]
-        look = ((first, code.why), *(step for step in guide.look if step[0] != first))
+        look = ((first, code.why.removeprefix("it ")), *(step for step in guide.look if step[0] != first))
         yield str(code), _runbook(f"{code} ({code.severity})", code.what, look, guide.do, str(code))
         index.append(_row(str(code), code.what))
     for alert in ALERTS:

@@ -213,13 +213,6 @@ def why_not_replicated(
     return None
 
 
-#: Advice about a ledger that is misplaced.
-MEND_HINT: Final = (
-    "'bkctl ledger locate' shows the bookies; auto-recovery moves replicas to other racks with "
-    "repairedPlacementPolicyNotAdheringBookieEnabled=true"
-)
-
-
 def rack_findings(bookies: Sequence[RegisteredBookie], placement: Placement) -> Iterator[HealthFinding]:
     """Yield the problems with the racks of the registered bookies; none where no bookie has a rack."""
     racks = placement.racks
@@ -247,4 +240,5 @@ def rack_findings(bookies: Sequence[RegisteredBookie], placement: Placement) -> 
 def misplacement(placement: Placement, metadata: LedgerMetadata) -> str | None:
     """Return why the policy does not accept a ledger, and what to do; None if it does, or no bookie has a rack."""
     problem = placement.ledger_problem(metadata) if placement.racks else None
-    return None if problem is None else f"The placement policy does not accept it: {problem}. {MEND_HINT}"
+    hint = HealthCode.RACKS_VIOLATED.why.replace("it", "'bkctl ledger locate'", 1)
+    return None if problem is None else f"The placement policy does not accept it: {problem}. {hint}"

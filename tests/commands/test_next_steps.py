@@ -16,6 +16,7 @@ from bkctl.commands.kit.next_steps import STEPS, next_step
 from bkctl.commands.main import GROUPS, root
 from bkctl.files.scan import ScanState
 from bkctl.formats.metadata import _COOKIE_FIELDS
+from bkctl.metadata.admin.health import health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -70,3 +71,13 @@ def test_next_commands_are_quoted_for_the_shell() -> None:
         "bkctl autorecovery mark 7:12 --missing 'a b'"
     )
     assert next_step("ledger verify", "ok", ledger=1, bookie=None) is None
+
+
+def test_advice_names_its_command_where_the_reason_says_it() -> None:
+    for code in HealthCode:
+        finding = health_finding(code, "b1:1", "", ledger="7:12")
+        assert not finding.advice.startswith("it ")
+        assert finding.advice.startswith(f"'{finding.command}' ") == code.why.startswith("it ")
+    given = health_finding(HealthCode.BOOKIE_DOWN, "b1:1", "", advice="start it")
+    assert (given.advice, given.why) == ("start it", HealthCode.BOOKIE_DOWN.why)
+    assert health_finding(HealthCode.MARK_DAMAGED, "5", "", ledger="5").command == "bkctl autorecovery unmark 5 --yes"

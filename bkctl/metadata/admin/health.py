@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections import Counter
@@ -82,7 +83,9 @@ def health_finding(
     why = code.why if command is None else advice or code.why
     command = command or code.next.format(subject=shlex.quote(subject), ledger=ledger)
     severity = Severity(severity or code.severity)
-    return HealthFinding(code, severity, subject, message, advice or code.why, details, command, why)
+    # Tables and the console show the advice without the command.
+    advice = advice or re.sub("^it ", lambda _: f"'{command}' ", why)
+    return HealthFinding(code, severity, subject, message, advice, details, command, why)
 
 
 def health_findings(cluster: Cluster, audit_period_s: float = AUDIT_PERIOD_S) -> Iterator[HealthFinding]:
@@ -238,7 +241,7 @@ def _of_replication(cluster: Cluster, down: list[str], audit_period_s: float) ->
         more_count += found is more
         for ledger, mark in marks:
             if isinstance(mark, BkctlError):
-                yield health_finding(HealthCode.MARK_DAMAGED, str(ledger), str(mark))
+                yield health_finding(HealthCode.MARK_DAMAGED, str(ledger), str(mark), ledger=str(ledger))
                 found.add(0, ledger)
             else:
                 found.add(0 if mark.ctime_ms is None else max(0, now_ms - mark.ctime_ms) // 1000, ledger)

@@ -34,7 +34,7 @@ class HealthCode(StrEnum):
 
     NO_INSTANCE_ID = (
         "no-instance-id", "error", "The cluster has no instance id.", "bkctl cookie list",
-        "bookies will not start; restore it from a cookie or a backup of the metadata",
+        "bookies will not start; restore the id from a backup of the metadata, or from a cookie",
     )  # fmt: skip
     NO_WRITABLE_BOOKIE = (
         "no-writable-bookie", "error", "No bookie accepts entries.", "bkctl why create",
@@ -72,7 +72,7 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     BOOKIE_HUNG = (
         "bookie-hung", "error", "A registered bookie accepts connections, and does not answer.",
-        "bkctl why bookie {subject}", "a stopped or blocked process holds up every add and read that waits for it",
+        "bkctl why bookie {subject}", "it shows whether the process is stopped or blocked: adds and reads wait for it",
     )  # fmt: skip
     BOOKIE_SLOW = (
         "bookie-slow", "warning",
@@ -93,7 +93,7 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     COOKIE_DAMAGED = (
         "cookie-damaged", "error", "A cookie in the metadata store cannot be read.", "bkctl why bookie {subject}",
-        "it cannot start again: rewrite its cookie with 'bkctl cookie update'",
+        "the bookie cannot start again: 'bkctl cookie update' rewrites its cookie from a directory",
     )  # fmt: skip
     COOKIE_OF_ANOTHER_CLUSTER = (
         "cookie-of-another-cluster", "error", "A cookie names another instance id.", "bkctl cookie show {subject}",
@@ -106,7 +106,7 @@ class HealthCode(StrEnum):
     DISK_FULL_NO_WAY_OUT = (
         "disk-full-no-way-out", "error",
         "A bookie has full disks, and its compaction is suspended: garbage on them is not freed by itself.",
-        "bkctl why space {subject}", "the space does not come back by waiting: the ways out differ in what they cost",
+        "bkctl why space {subject}", "it shows the ways out and their cost: the space does not come back by waiting",
     )  # fmt: skip
     LEDGERS_UNAVAILABLE = (
         "ledgers-unavailable", "error",
@@ -115,31 +115,30 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     LEDGERS_ONE_COPY = (
         "ledgers-one-copy", "error", "Entries of ledgers of two replicas or more have one readable replica left.",
-        "bkctl why ledger {ledger}",
-        "the command shows what keeps replication from restoring them; one more loss loses data",
+        "bkctl why ledger {ledger}", "it shows what keeps replication from restoring them; one more loss loses data",
     )  # fmt: skip
     METADATA_UNREADABLE = (
         "metadata-unreadable", "error", "Metadata of ledgers cannot be read, so nothing else is known of them.",
-        "bkctl metadata check", "it names them, and says whether they are damaged, or refused to this user",
+        "bkctl metadata check", "it names the ledgers, and says whether they are damaged, or refused to this user",
     )  # fmt: skip
     LEDGERS_IN_RECOVERY = (
         "ledgers-in-recovery", "warning", "Ledgers older than --stuck-after stay IN_RECOVERY: their recovery stopped.",
-        "bkctl ledger recover {ledger} --yes", "readers wait for the end of the ledger, which a recovery decides",
+        "bkctl ledger recover {ledger} --yes", "it decides the end of the ledger, for which readers wait",
     )  # fmt: skip
     LEDGERS_DANGLING = (
         "ledgers-dangling", "error", "Ledgers name bookies that have neither a cookie nor a registration.",
         "bkctl why ledger {ledger}",
-        "auto-recovery copies what other bookies have of them; the command shows what keeps the rest",
+        "it shows which entries no other bookie has; auto-recovery copies the others",
     )  # fmt: skip
     LEDGERS_SET_ASIDE = (
         "ledgers-set-aside", "error", "A bookie of ours cannot read its state of ledgers, or write their index.",
         "bkctl why bookie {subject}",
-        "its log names them: check its disks, and have other bookies copy them ('bkctl autorecovery mark LEDGER')",
+        "the bookie's log names them: check its disks, and have others copy them ('bkctl autorecovery mark LEDGER')",
     )  # fmt: skip
     LEDGERS_UNREADABLE = (
         "ledgers-unreadable", "error", "Reads of entries failed on a bookie of ours within the last day.",
         "bkctl why bookie {subject}",
-        "its log names them: check its disks, run 'bkctl bookie check' there, and have other bookies copy them "
+        "the bookie's log names them: check its disks, run 'bkctl bookie check' there, and have others copy them "
         "('bkctl autorecovery mark LEDGER')",
     )  # fmt: skip
     CERTIFICATE_EXPIRES = (
@@ -152,18 +151,18 @@ class HealthCode(StrEnum):
         "'bkctl bookies racks set BOOKIE --rack RACK': the list shows the racks that there are",
     )  # fmt: skip
     TOO_FEW_RACKS = (
-        "too-few-racks", "warning", "Writable bookies are in fewer racks than placement asks for.", "bkctl why create",
-        "start bookies in another rack: new ledgers do not survive the loss of one",
+        "too-few-racks", "warning", "Writable bookies are in fewer racks than placement asks for.",
+        "bkctl bookies racks list", "start bookies in another rack: new ledgers do not survive the loss of one",
     )  # fmt: skip
     RACKS_VIOLATED = (
         "racks-violated", "warning", "Ledgers have entries with all replicas in too few racks.",
         "bkctl ledger locate {ledger}",
         "it shows the bookies; auto-recovery moves replicas to other racks with "
-        "repairedPlacementPolicyNotAdheringBookieEnabled=true",
+        "auditorPeriodicPlacementPolicyCheckInterval above 0 and repairedPlacementPolicyNotAdheringBookieEnabled=true",
     )  # fmt: skip
     SCOPES_ORPHANED = (
         "scopes-orphaned", "error", "Scoped ledgers belong to a cluster that was formatted.",
-        "bkctl metadata orphans", "it shows them",
+        "bkctl metadata orphans", "it shows the ledgers",
     )  # fmt: skip
     NO_BOOKIE_FOR_SCOPES = (
         "no-bookie-for-scopes", "error", "There are scoped ledgers, and no writable bookie that knows scopes.",
@@ -171,19 +170,20 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     MARK_DAMAGED = (
         "mark-damaged", "warning", "The mark of an under-replicated ledger cannot be read.",
-        "bkctl autorecovery unmark {subject} --yes", "no worker can use it; 'bkctl autorecovery audit' marks again",
+        "bkctl autorecovery unmark {ledger} --yes",
+        "it removes the mark, which no worker can use; 'bkctl autorecovery audit' marks the ledger again",
     )  # fmt: skip
     UNDERREPLICATED = (
         "underreplicated", "warning", "Ledgers lack replicas; an error once one does for an hour.",
-        "bkctl autorecovery list", "it shows them, with the reason of the last failure",
+        "bkctl autorecovery list", "it shows the ledgers, with the reason of the last failure",
     )  # fmt: skip
     REPLICATION_STUCK = (
         "replication-stuck", "error", "Workers tried to replicate marked ledgers, and failed.",
-        "bkctl why ledger {ledger}", "trying again does not help before its reason is gone",
+        "bkctl why ledger {ledger}", "it names the reason: trying again does not help before that is gone",
     )  # fmt: skip
     AUTORECOVERY_DISABLED = (
         "autorecovery-disabled", "warning", "Auto-recovery is disabled; an error while bookies are down.",
-        "bkctl autorecovery enable", "when the maintenance is over: nothing is replicated before",
+        "bkctl autorecovery enable", "it has workers replicate again: run it when the maintenance is over",
     )  # fmt: skip
     VOTE_DAMAGED = (
         "vote-damaged", "error", "A vote of the auditors' election cannot be read.",
@@ -200,5 +200,5 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     NOT_AUDITED = (
         "not-audited", "warning", "An auditor never checked all ledgers, or not within two of its periods.",
-        "bkctl autorecovery status", "lost entries go unnoticed; an auditor that starts runs the check when it is due",
+        "bkctl autorecovery status", "it shows whether there is an auditor: one that starts runs the check",
     )  # fmt: skip
