@@ -475,7 +475,6 @@ METRIC_COLUMNS = Columns(
         "labels",
         "labels",
         Kind.NESTED,
-        flexible=True,
         text=lambda labels: ", ".join(map("=".join, labels.items())),
     ),
     Column("VALUE", "value", _number, Kind.NESTED, text=str),

@@ -47,7 +47,8 @@ class _Shown:
         self.width = min(self.width, max(room, _NARROW))
         given = [cell for cell in cells if cell != NULL]
         self.is_empty = not given
-        self.flexible |= bool(given) and all(cell.startswith("/") for cell in given)
+        # A sentence may begin with a path.
+        self.flexible |= bool(given) and all(cell.startswith("/") and ": " not in cell for cell in given)
         self.rigid = not self.flexible and (self.column.kind not in _WRAPPING or all(" " not in cell for cell in cells))
         # The whole title keeps room for cells that come later.
         is_whole = self.title != self.title.strip()

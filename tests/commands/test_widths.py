@@ -13,8 +13,11 @@ from commands_reference import read_pages
 from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.checks.findings import Finding, FindingKind
 from bkctl.client.disk_space import BookieSpace
 from bkctl.columns import Column, Columns
+from bkctl.commands.bookie.files import FINDING_COLUMNS
+from bkctl.commands.bookie.running import METRIC_COLUMNS
 from bkctl.commands.bookies.departure import _step_columns, loss_text, move_columns
 from bkctl.commands.cluster import STATUS_COLUMNS, MemberRow
 from bkctl.commands.kit.columns import Output
@@ -23,6 +26,7 @@ from bkctl.commands.kit.table import Table
 from bkctl.commands.pipeline.jobs import GARBAGE_COLUMNS, GarbageBy
 from bkctl.errors import BookieUnavailable
 from bkctl.formats.metadata import LedgerState
+from bkctl.http.bookie_load import Metric
 from bkctl.ids import LedgerId, LedgerIdSet
 from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.replication.departure import Step, StepKind, StepResult
@@ -187,3 +191,26 @@ def test_a_hung_bookie_keeps_state_and_problem_in_a_narrow_status(monkeypatch: p
     header, *lines = _printed(STATUS_COLUMNS, [MemberRow(hung, 12_345, 90.0)], 60, monkeypatch)
     assert {"BOOKIE", "STATE", "PROBLEM"} <= set(header.split())
     assert "hangs" in " ".join(lines)
+
+
+def test_a_reason_that_begins_with_a_path_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path("/data/bookkeeper/ledgers/current/0.log")
+    reason = f"{path}: the record at 1024 does not fit its size field; 12 entries are lost"
+    found = [Finding(FindingKind.LOG_DAMAGED, path, reason), Finding(FindingKind.LOG_DAMAGED, path, reason)]
+    printed = _printed(FINDING_COLUMNS, found, 80, monkeypatch)
+    assert max(map(len, printed)) <= 80
+    at = printed[0].index("REASON")
+    assert " ".join(" ".join(line[at:].split()) for line in printed[1:]).count("does not fit its size field") == 2
+    assert "…" not in "".join(line[at:] for line in printed)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_labels_of_a_metric_are_never_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantiles = ("0.99", "0.999", "0.9999")
+    name = "bookkeeper_server_ADD_ENTRY_REQUEST"
+    rows = [Metric(name, {"success": "true", "quantile": each}, 12.345, "summary") for each in quantiles]
+    printed = _printed(METRIC_COLUMNS, rows, width, monkeypatch)
+    assert max(map(len, printed)) <= width
+    for each in quantiles:
+        assert f"quantile={each} " in f"{' '.join(printed)} ", printed
+    assert {"METRIC", "LABELS", "VALUE"} <= set(printed[0].split())
