@@ -114,7 +114,11 @@ class CommandLine:
         elif not word.startswith("-"):
             kinds = [*arguments[self._place :], *(each for each in arguments[-1:] if each.repeatable)][:1]
         #: The option or argument that the word is a value of, and the word.
-        self._value, self._prefix = kinds[0] if kinds else None, word
+        self._value = kinds[0] if kinds else None
+        if self._value is not None and self._value.metavar.endswith(",…"):
+            head, comma, word = word.rpartition(",")
+            self._lead += head + comma
+        self._prefix = word
         self._kind = self._value.metavar.lower() if self._value is not None else ""
         self.takes_files = self._kind in ("file", "dir", "journal", "log")
 
@@ -162,6 +166,9 @@ class CommandLine:
         from bkctl.bookie.local import STORAGE_CLASSES
         from bkctl.files.directories import FileKind
 
+        if {"--columns", "--sort"}.intersection(value.names):
+            lead = "-" if "--sort" in value.names and self._prefix.startswith("-") else ""
+            return tuple(lead + name for name in self._columns())
         digests = ("CRC32C", "CRC32", "HMAC", "DUMMY")
         known: dict[str, tuple[str, ...]] = {
             "STATE": ("OPEN", "IN_RECOVERY", "CLOSED"),
@@ -170,9 +177,26 @@ class CommandLine:
             "--storage": tuple(STORAGE_CLASSES),
             "--kind": tuple(kind.value for kind in FileKind),
             "--output": tuple(Output),
-            "COMMAND": (*self._tree.commands, "connection", "exit-codes"),
+            "COMMAND": self._topics(),
+            "--reset-clock": ("all-ledgers", "placement", "replicas"),
         }
         return next((known[name] for name in (*value.names, value.metavar) if name in known), ())
+
+    def _topics(self) -> tuple[str, ...]:
+        """Return the words that may follow those behind `help`."""
+        node, context = self._tree, context_of(self._tree, "bkctl", None)
+        for name in self._words[len(self._words) - self._place :]:
+            if name not in getattr(node, "commands", {}):
+                return ()
+            node = node.get_command(context, name)
+        topics = ("connection", "exit-codes") if node is self._tree else ()
+        return (*getattr(node, "commands", {}), *topics)
+
+    def _columns(self) -> tuple[str, ...]:
+        """Return the JSON names of the columns that the command prints."""
+        declaration = getattr(self._command.callback, "declaration", None)
+        forms = [] if declaration is None else declaration.forms(Output.JSON)
+        return tuple(dict.fromkeys(name for columns in forms for name in columns.names()))
 
     def asked(self) -> Iterator[Candidate]:
         """Return the candidates that files or a cluster have."""

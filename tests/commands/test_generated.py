@@ -280,6 +280,13 @@ def test_completion_offers_the_values_of_an_option_of_that_command(
     assert words("bkctl local up --storage ") == {"sorted", "interleaved", "db"}
     assert "no-auditor" in words("bkctl cluster health mute ")
     assert words("bkctl completion ") >= {"bash", "zsh", "fish"}
+    assert {"bookieId", "state"} <= words("bkctl bookies list --columns ")
+    assert words("bkctl bookies list --columns bookieId,st") == {"bookieId,state"}
+    assert words("bkctl bookies list --sort -st") == {"-state"}
+    assert words("bkctl autorecovery audit --reset-clock all-ledgers,p") == {"all-ledgers,placement"}
+    assert {"ledger", "exit-codes"} <= words("bkctl help ")
+    assert words("bkctl help bookies ra") == {"racks"}
+    assert words("bkctl help bookies racks s") == {"set"}
 
 
 @pytest.mark.parametrize("complete", SHELLS)
