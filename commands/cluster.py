@@ -525,8 +525,8 @@ def _identity(cluster: Cluster) -> PlainRow:
 
 
 def _already_there(cluster: Cluster) -> AlreadyExists:
-    where = f"{cluster.uri}: {cluster.instance_id()}"
-    return AlreadyExists(f"There is a cluster in {where}", hint="'bkctl cluster info' shows it")
+    what = cluster.instance_id() or "it has no instance id"
+    return AlreadyExists(f"There is a cluster in {cluster.uri}: {what}", hint="'bkctl cluster info' shows it")
 
 
 NUKE_COLUMNS = Columns(

@@ -122,10 +122,13 @@ def show_imported(run: Run, imported: ImportSummary) -> None:
         )
 
 
-def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
-    """Say that the target has another ledger manager than the source."""
+def note_plan(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
+    """Say that the target has another ledger manager than the source, or no instance id."""
     from bkctl.formats.metadata import LedgerLayout
 
+    if plan.lacks_id:
+        written = "would be" if run.dry_run else "is"
+        run.out.note(f"Its instance id is lost; {header.instance_id}, which its cookies name, {written} written")
     if header.layout is None:
         return
     names = [each.factory_class.rpartition(".")[2] for each in (LedgerLayout.parse(header.layout), plan.layout)]
@@ -163,7 +166,7 @@ def import_(
         try:
             target = run.opened.enter_context(run.access.cluster(create_store=not run.dry_run))
             plan = prepare_target(target, source, dry_run=run.dry_run)
-            note_layout(run, source.header, plan)
+            note_plan(run, source.header, plan)
             is_new = plan.is_new
         except NotFound:
             if not run.dry_run:
@@ -308,7 +311,7 @@ def migrate(
         raise UsageError(f"{target.uri} is the same store", hint="name another root: a layout changes by a copy")
     plan = prepare_target(target, source, dry_run=True)
     _refuse_registered(live, *((run.cluster,) if plan.is_new else (run.cluster, target)))
-    note_layout(run, source.header, plan)
+    note_plan(run, source.header, plan)
     if run.dry_run and plan.is_new:
         _show_planned(run, source)
         return

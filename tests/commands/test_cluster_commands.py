@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,25 @@ def test_a_cluster_without_an_instance_id_has_none_to_show(cli: Cli, store: Clus
     store.store.delete("INSTANCEID")
     assert cli("cluster", "id").code == 4
     assert "no-instance-id" in cli("cluster", "health", "--no-bookies", "-o", "id").out
+    assert ": it has no instance id" in cli("cluster", "init").err
+
+
+def test_import_restores_a_lost_instance_id_that_the_cookies_name(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    assert cli("metadata", "export", "-f", tmp_path / "export").code == 0
+    lost, cookie = store.instance_id(), store.cookies.read("b0:1")
+    assert cookie is not None
+    store.store.delete("INSTANCEID")
+    store.cookies.write("b0:1", replace(cookie.value, instance_id="other"), None)
+    refused = cli("metadata", "import", tmp_path / "export")
+    assert refused.code == 5
+    assert "nuke" not in refused.err
+    assert "'bkctl cookie list'" in refused.err
+    store.cookies.write("b0:1", cookie.value, None)
+    done = cli("metadata", "import", tmp_path / "export", "--dry-run")
+    assert (done.code, store.instance_id()) == (0, "")
+    assert f"{lost}, which its cookies name, would be written" in done.err
+    assert cli("metadata", "import", tmp_path / "export").code == 0
+    assert store.instance_id() == lost
 
 
 def test_health_finds_and_advises(cli: Cli, store: Cluster) -> None:

@@ -152,7 +152,7 @@ def _check_cookies(cluster: Cluster) -> Iterator[MetadataFinding]:
         found = attempt(cluster.cookies.read, bookie_id)
         if isinstance(found, BkctlError):
             yield MetadataFinding("unparsable-cookie", f"cookies/{bookie_id}", None, str(found))
-        elif found is not None and found.value.instance_id and found.value.instance_id != instance_id:
+        elif found and found.value.instance_id and instance_id not in ("", found.value.instance_id):
             yield MetadataFinding(
                 "cookie-of-another-cluster", f"cookies/{bookie_id}", None,
                 f"It names the instance id {found.value.instance_id}, the cluster is {instance_id}",

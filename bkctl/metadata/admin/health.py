@@ -174,7 +174,7 @@ def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: 
         found = attempt(cluster.cookies.read, bookie.bookie_id)
         if isinstance(found, BkctlError):
             yield health_finding(HealthCode.COOKIE_DAMAGED, bookie.bookie_id, str(found))
-        elif found is not None and found.value.instance_id and found.value.instance_id != instance_id:
+        elif found and found.value.instance_id and instance_id not in ("", found.value.instance_id):
             problem = f"Its cookie names the instance id {found.value.instance_id}, the cluster is {instance_id}"
             yield health_finding(HealthCode.COOKIE_OF_ANOTHER_CLUSTER, bookie.bookie_id, problem)
 

@@ -107,6 +107,12 @@ def test_damaged_and_foreign_cookies_and_marks_are_found(cluster: Cluster) -> No
     }  # fmt: skip
 
 
+def test_cookies_are_not_of_another_cluster_where_the_cluster_has_no_id(cluster: Cluster) -> None:
+    cluster.store.delete("INSTANCEID")
+    assert codes(cluster) == []
+    assert {finding.code for finding in health_findings(cluster)} == {"no-instance-id"}
+
+
 def test_nodes_without_a_valid_name_are_findings_and_stop_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.dump.sources import DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.cluster import COOKIES, Cluster, init_cluster, new_layout
 from bkctl.metadata.ledgers import SCOPES
-from bkctl.metadata.store import NEW, Versioned, map_ahead
+from bkctl.metadata.store import NEW, Versioned, attempt, map_ahead
 from bkctl.pace import Pace
 
 #: Batches that are written at once, and records in each.
@@ -44,17 +44,19 @@ class ImportSummary:
 
 
 class TargetPlan(NamedTuple):
-    """The `layout` of the cluster to import into, and whether that cluster `is_new`."""
+    """The `layout` of the cluster to import into, and whether that cluster `is_new` or `lacks_id`, which is lost."""
 
     is_new: bool
     layout: LedgerLayout
+    lacks_id: bool = False
 
 
 def prepare_target(target: Cluster, source: DumpSource, *, dry_run: bool = False) -> TargetPlan:
     """Create the cluster of `source` in `target` where there is none yet.
 
     Keeps the instance id, since bookies' cookies name it, and the LAYOUT where the target's URI allows; else the LAYOUT
-    is the URI's. Raises Conflict, before a record is written, if `target` is another cluster or cannot hold a ledger.
+    is the URI's. Writes a lost instance id, where all readable cookies name that of `source`. Raises Conflict, before
+    a record is written, if `target` is another cluster or cannot hold a ledger.
     """
     plan = _plan(target, source.header)
     _refuse_unheld_ledgers(target, source, target.ledger_manager(plan.layout).id_max)
@@ -62,6 +64,8 @@ def prepare_target(target: Cluster, source: DumpSource, *, dry_run: bool = False
         init_cluster(target, instance_id=source.header.instance_id, layout=plan.layout)
         # Another command may have created a cluster meanwhile, with its own id and LAYOUT.
         return prepare_target(target, source)._replace(is_new=True)
+    if plan.lacks_id and not dry_run:
+        target.store.put(target.places.instance_id, source.header.instance_id.encode(), NEW)
     return plan
 
 
@@ -70,18 +74,27 @@ def _plan(target: Cluster, header: DumpHeader) -> TargetPlan:
     has_layout = store.get(places.layout) is not None
     if has_layout or store.get(places.instance_id) is not None:
         instance_id = target.instance_id()
-        if instance_id != header.instance_id:
+        lacks_id = bool(header.instance_id) and store.get(places.instance_id) is None
+        if instance_id != header.instance_id and not (lacks_id and _ids_of_cookies(target) == {header.instance_id}):
             raise Conflict(
                 f"{target.uri} is the cluster {instance_id or 'without an id'}, "
                 f"not {header.instance_id or 'the one without an id'}",
-                hint="import into a store without a cluster, or 'bkctl cluster nuke' that one first",
+                hint="import into a store without a cluster, or 'bkctl cluster nuke' that one first"
+                if instance_id
+                else "'bkctl cookie list' shows which id its bookies have",
             )
         # Without a LAYOUT the URI decides (Pulsar creates such clusters), unless an interrupted import began this one.
         if has_layout or header.layout is None or store.children(COOKIES):
-            return TargetPlan(False, target.layout())
+            return TargetPlan(False, target.layout(), lacks_id)
     # The LAYOUT of a cluster in another kind of store means nothing on ZooKeeper.
     stored = None if header.layout is None else LedgerLayout.parse(header.layout, "The source's LAYOUT")
     return TargetPlan(True, stored if stored is not None and target.fits(stored) else new_layout(target.location))
+
+
+def _ids_of_cookies(target: Cluster) -> set[str]:
+    """Return the instance ids that the readable cookies name."""
+    found = (attempt(target.cookies.read, bookie_id) for bookie_id in target.cookies.list())
+    return {each.value.instance_id or "" for each in found if isinstance(each, Versioned)}
 
 
 def _refuse_unheld_ledgers(target: Cluster, source: DumpSource, id_max: int) -> None:
