@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
+from bkctl.bookie.cookies import restore_hint, version_file
 from bkctl.bookie.local import LocalCluster, active_cluster
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
@@ -93,9 +94,10 @@ def up(
         )  # fmt: skip
     rows = cluster.status(run.access.timeout_s)
     run.out.render(rows, LOCAL_COLUMNS)
-    left = (row.bookie for row in rows if row.state == "left")
-    advice = "{0.bookie_id} left the cluster and was not started: remove {0.directory} to let it join again, empty"
-    run.out.note(*map(advice.format, left))
+    for each in (row.bookie for row in rows if row.state == "left"):
+        file = version_file(str(each.directory / "journal"))
+        hint = restore_hint(each.bookie_id, file, f"remove {each.directory} to let it join again, empty")
+        run.out.note(f"{each.bookie_id} has no cookie in the metadata store and was not started: {hint}")
     if wants_http and any(row.bookie.http_url is None for row in rows if row.state != "left"):
         run.out.note(
             "'bkctl top', 'bookie info' and 'bookies drain' need bookies with an HTTP server: install bkctl[http], and "

@@ -49,9 +49,10 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
             # A start that was interrupted between the directories and the store left cookies and no other files.
             if not _is_empty(directory):
                 cause = "is not empty and has no cookie" if there is None else "has a cookie"
+                file = next((version_file(each) for each, cookie in found.items() if cookie is not None), "FILE")
                 raise CookieMismatch(
                     f"Directory {directory} {cause}, but the metadata store has no cookie of bookie {bookie_id}",
-                    hint="use empty directories, or restore the cookie in the metadata store",
+                    hint=restore_hint(bookie_id, file),
                 )
         if files is not None:
             _write(cookie, list(found), files)
@@ -86,6 +87,12 @@ def _compare(config: BookieConfig, cookie: Cookie, other: Cookie, what: str) -> 
             differences, hint = [*map(str, changes), f"{database} has ledgers"], _DB_HINT
     if differences:
         raise CookieMismatch(f"{what} does not fit this bookie: {'; '.join(differences)}", hint=hint)
+
+
+def restore_hint(bookie_id: str, file: Path | str, otherwise: str = "use empty directories") -> str:
+    """Return the advice on a bookie with data whose cookie is not in the store; `file` has it, too."""
+    asks, restores = f"'bkctl why bookie {bookie_id}'", f"'bkctl cookie create {bookie_id} {file}'"
+    return f"if ledgers name the bookie ({asks}), restore the cookie: {restores}; else {otherwise}"
 
 
 def version_file(directory: str) -> Path:

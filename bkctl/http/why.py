@@ -16,6 +16,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Final, NamedTuple
 
+from bkctl.bookie.cookies import version_file
 from bkctl.bookie.local import ClusterBookie, active_cluster
 from bkctl.client.disk_space import BookieSpace, member_space
 from bkctl.client.ensemble import RoundRobinDistributionSchedule, usable_bookies
@@ -42,7 +43,7 @@ LEDGERS_MAX: Final = 10_000
 LOG_TAIL_BYTES: Final = 65_536
 #: Words in the log of a bookie that refused to start, and what they mean.
 _REFUSALS: Final = {
-    "ookie": "its directories do not have the cookie that the metadata store has",
+    "ookie": "the cookies of its directories and of the metadata store differ",
     "No space left": "its disk is full",
     "Address already in use": "another process has its port",
     "locked": "another process has its directories",
@@ -203,12 +204,14 @@ class Inquiry:
         )
         self._stay(why, bookie_id, held)
         cookie = attempt(self.cluster.cookies.read, bookie_id)
-        if isinstance(cookie, BkctlError):
-            why.fact(str(cookie), f"metadata: cookies/{bookie_id}")
-            why.way(f"bkctl cookie create {name} --conf CONF", "writes the cookie again from its configuration")
-        elif cookie is None and bookie is not None:
-            why.fact("It has no cookie", f"metadata: cookies/{bookie_id}")
-            why.way(f"bkctl cookie create {name} --conf CONF", "nothing else changes")
+        file = "DIR/current/VERSION" if local is None else quote(str(version_file(str(local.directory / "journal"))))
+        fault = str(cookie) if isinstance(cookie, BkctlError) else ""
+        if cookie is None and (held or bookie is not None):
+            fault = "It has no cookie"
+        if fault:
+            why.fact(fault, f"metadata: cookies/{bookie_id}")
+            way = f"bkctl cookie create {name} {file}" if cookie is None else f"bkctl cookie update {name} {file} --yes"
+            why.way(way, "restores it from the bookie's directories")
         refusal = "" if local is None or (bookie is not None and bookie.state != "down") else self._log(why, local)
         if bookie is None or bookie.state == "down":
             if local is not None and local.pid is not None and _is_stopped(local.pid):
@@ -218,12 +221,13 @@ class Inquiry:
                 "copies its ledgers from their other replicas, and deletes its cookie; "
                 f"ledgers whose entries stay lost: {only:,}",
             )
-            conf = "CONF" if local is None else str(local.conf)
-            start = Way("bkctl local up", "starts it: nothing is lost, and its replicas are back")
+            mended = "its cookie is restored" if fault else f"this is mended: {refusal}"
+            effect = f"starts it once {mended}" if fault or refusal else "starts it"
+            start = Way("bkctl local up", f"{effect}; nothing is lost, and its replicas are back")
             if local is None:
-                effect = "on its host (Apache's: bin/bookkeeper bookie): nothing is lost, its replicas are back"
-                start = Way(f"bkctl bookie start --conf {quote(conf)}", effect)
-            why.ways += [leave, start] if refusal and not only else [start, leave]
+                effect += " on its host (Apache's: bin/bookkeeper bookie); nothing is lost, its replicas are back"
+                start = Way("bkctl bookie start --conf CONF", effect)
+            why.ways += [leave, start] if refusal and not (fault or only) else [start, leave]
             return why
         [space] = await member_space(self.bookkeeper, [bookie])
         self._answer(why, bookie, space, local)

@@ -588,7 +588,8 @@ def test_cookies_keep_a_bookie_to_its_directories(tmp_path: Path, cluster: Clust
     refused("has no cookie: its data is lost", ledger_directories=more)
     assert not (tmp_path / "more" / "current").exists()
     cluster.cookies.remove("one", None)
-    refused("metadata store has no cookie", ledger_directories=more)
+    file = tmp_path / "journal" / "current" / "VERSION"
+    refused(f"metadata store has no cookie.*'bkctl cookie create one {file}'; else", ledger_directories=more)
 
 
 @pytest.mark.parametrize("ledger", LEDGERS, ids=str)

@@ -137,6 +137,7 @@ def test_up_leaves_decommissioned_bookies_out(shell: CommandLine) -> None:
     again = shell("local", "up", "-o", "ndjson")
     assert [(row["bookieId"], row["state"]) for row in again.rows] == [("bookie-0", "rw"), ("bookie-1", "left")]
     assert f"remove {gone['directory']} to let it join again" in again.err
+    assert f"'bkctl cookie create bookie-1 {gone['directory']}/journal/current/VERSION'; else" in again.err
     shutil.rmtree(gone["directory"])
     removed = shell("local", "status", "-o", "ndjson")
     assert (removed.code, removed.rows[1]["state"], removed.rows[1]["httpUrl"]) == (0, "down", None)

@@ -149,3 +149,16 @@ def test_why_ledger_offers_a_recovery_only_if_enough_bookies_answer(cluster: Clu
 
     offered = [command for command in asyncio.run(ways()) if "ledger recover" in command]
     assert len(offered) == (ack_quorum_size == 2)
+
+
+def test_why_bookie_restores_a_lost_or_damaged_cookie_before_a_start(cluster: Cluster) -> None:
+    add(cluster, LedgerId(0, 1), ("b2", "b3"))
+    cluster.store.put("cookies/b3", b"nonsense", None)
+    for bookie_id, verb in (("b2", "create"), ("b3", "update")):
+        if verb == "create":
+            cluster.cookies.remove(bookie_id, None)
+        done = CommandLine(cluster.uri)("why", "bookie", bookie_id, "--timeout", "5s", "-o", "json")
+        ways = json.loads(done.out)["ways"]
+        assert ways[0]["command"].startswith(f"bkctl cookie {verb} {bookie_id} DIR/current/VERSION")
+        start = next(way["effect"] for way in ways if way["command"].startswith("bkctl bookie start"))
+        assert start.startswith("starts it once its cookie is restored")
