@@ -261,6 +261,10 @@ def recover(
         raise UsageError(
             "--query changes nothing, so --dry-run, --delete-cookie and --resume do not apply", hint="drop one of them"
         )
+    for each in () if query or skip_open else run.cluster.bookies.list(include_down=False):
+        if (name := each.bookie_id) in names:
+            drain = f"'bkctl bookies drain {name}' moves ledgers without that"
+            run.out.note(f"{name} is still up: running writers are fenced; {drain}")
     if query:
         _show_held(run, names, ledgers or None)
     elif run.dry_run:

@@ -109,6 +109,16 @@ def test_drain_that_exceeds_its_deadline_says_that_the_bookie_is_read_only(cli: 
     assert (late.code, "b stays read-only" in late.err, "readonly off" in late.err) == (6, True, True)
 
 
+@pytest.mark.parametrize("words", [("--dry-run",), ("--yes",)])
+def test_recover_says_that_a_bookie_is_up_and_its_writers_are_fenced(
+    cli: Cli, metadata: Cluster, words: tuple[str, ...]
+) -> None:
+    warning = "a is still up: running writers are fenced; 'bkctl bookies drain a' moves ledgers without that"
+    words = ("bookies", "recover", "a", *words, "--ledger", "5", "--timeout", "1s")
+    assert warning in cli(*words).err
+    assert warning not in cli(*words, "--skip-open").err
+
+
 def test_table_of_moves_has_room_for_later_rows() -> None:
     ledgers = [*(LedgerId(0, number) for number in range(SAMPLE_ROWS)), LedgerId(7, 1)]
     stream = io.StringIO()
