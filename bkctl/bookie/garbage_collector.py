@@ -375,8 +375,6 @@ class GarbageCollectorThread:
                     stats.major_compactions += 1
                 else:
                     stats.minor_compactions += 1
-        elif forced is not None and None in (forced.major, forced.minor):
-            stats.note_problem(schedule.suspended_by_disks())
         if are_locations_due:
             self.compact_locations()
             schedule.locations_compacted()

@@ -501,7 +501,7 @@ def vitals_findings(vitals: Mapping[str, BookieVitals], full: Collection[str] = 
     for bookie_id, each in vitals.items():
         yield from _gauge_findings(bookie_id, each.gauges)
         if each.suspended and bookie_id in full:
-            problem = f"Its disks are full, and garbage on them is not collected: {each.suspended}"
+            problem = f"Its disks are full, and garbage on them is not compacted: {each.suspended}"
             yield health_finding(HealthCode.DISK_FULL_NO_WAY_OUT, bookie_id, problem)
         if each.skew_s is not None and abs(each.skew_s) > CLOCK_SKEW_S_MAX:
             problem = (

@@ -146,6 +146,7 @@ def gc(
     if resume is not None and not run.dry_run:
         _check_resumed(found, after, resume)
     if forces and wait and not run.dry_run:
+        run.out.note(*([f"{found.name}: {after.suspended_by_disks}"] if after.suspended_by_disks else []))
         _check_round(found, before, after, "major" if major else "minor" if minor else None)
 
 

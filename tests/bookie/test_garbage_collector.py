@@ -552,13 +552,27 @@ def test_a_forced_round_says_what_it_could_not_do(cluster: Cluster) -> None:
     assert (stats.problem, collector.suspended_by_disks()) == ("", "")
     collector.disks_are(full=True, almost_full=True)
     collector.run_round(ForcedRound())
-    assert stats.problem == collector.suspended_by_disks()
+    assert stats.problem == f"it freed no entry log; {collector.suspended_by_disks()}"
     assert "major and minor compaction is suspended while ledger directories are above diskUsageThr" in stats.problem
     collector.run_round(ForcedRound(major=True))
     assert stats.problem == f"it freed no entry log; {collector.suspended_by_disks()}"
     collector.disks_are(full=False, almost_full=False)
     collector.run_round(ForcedRound(major=True))
     assert stats.problem == ""
+
+
+def test_a_forced_round_that_freed_logs_on_full_disks_has_no_problem(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = Bookie(cluster, Storage()).collector
+    collector.disks_are(full=True, almost_full=True)
+
+    def collect() -> None:
+        collector.stats.reclaimed_by_deletion_bytes += 1
+
+    monkeypatch.setattr(collector._logs, "collect", collect)
+    collector.run_round(ForcedRound())
+    assert collector.stats.problem == ""
 
 
 def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:

@@ -332,6 +332,8 @@ def test_gc_ends_with_the_outcome_of_the_round(
     fake.replies[f"GET {API}/gc/suspend_compaction"] = switches
     result = cli("bookie", "gc", *options)
     assert result.code == code, result.err
+    if "suspendedByDisks" in answer and "--wait" in options:
+        assert DISKS in result.err
     if code:
         assert answer.get("lastRoundProblem", answer.get("suspendedByDisks", "is disabled there")) in result.err
         assert "isForceGCAllowWhenNoSpace" in result.err
