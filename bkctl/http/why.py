@@ -269,7 +269,7 @@ class Inquiry:
         if used is not None:
             why.fact(f"{used:g}% of its ledger disks are used", "its answer")
         vitals = without_moved(self.cluster, self.vitals_of(list(self.bookies.values())))
-        threshold, _ = _threshold(self, bookie)
+        threshold, *_ = _threshold(self, bookie)
         is_full = bookie_id in full_bookies(vitals) or (used is not None and used > threshold)
         is_slow = False
         for finding in vitals_findings(vitals, {bookie_id} if is_full else ()):
@@ -397,7 +397,7 @@ class Inquiry:
         [space] = await member_space(self.bookkeeper, [bookie])
         if space.error is not None:
             raise space.error
-        threshold, is_default = _threshold(self, bookie)
+        threshold, is_default, low_mark = _threshold(self, bookie)
         used = space.used_percent or 0.0
         why.verdict = f"{used:g}% of its ledger disks are used; it is read-only from {threshold:g}% on"
         if is_default:
@@ -435,6 +435,7 @@ class Inquiry:
         if threshold < used < 98:
             limit = 97 if used < 95 else 99
             limits = f"--set diskUsageThreshold=0.{limit} --set diskUsageWarnThreshold=0.{limit - 1}"
+            limits += "" if low_mark is None else f" --set diskUsageLwmThreshold=0.{limit - 1}"
             why.way(
                 f"bkctl bookie config --bookie {name} {limits}",
                 f"it is writable until {limit - used:.0f}% more are used, or it restarts; no space is freed",
@@ -444,12 +445,13 @@ class Inquiry:
         return why
 
 
-def _threshold(inquiry: Inquiry, bookie: RegisteredBookie) -> tuple[float, bool]:
-    """Return the percentage from which the bookie is read-only, and whether it is the default for unknown settings."""
+def _threshold(inquiry: Inquiry, bookie: RegisteredBookie) -> tuple[float, bool, object]:
+    """Return the percentage from which the bookie is read-only, whether it is a default, and its low-water mark."""
     try:
-        return 100 * float(inquiry.api_of(bookie).config().get("diskUsageThreshold", 0.95)), False
+        config = inquiry.api_of(bookie).config()
+        return 100 * float(config.get("diskUsageThreshold", 0.95)), False, config.get("diskUsageLwmThreshold")
     except (BkctlError, TypeError, ValueError):
-        return 95.0, True
+        return 95.0, True, None
 
 
 def _is_stopped(pid: int) -> bool:

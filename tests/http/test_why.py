@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
 import pytest
 from client.fakes import FakeCluster
 from support.command_line import CommandLine
@@ -162,3 +167,21 @@ def test_why_bookie_restores_a_lost_or_damaged_cookie_before_a_start(cluster: Cl
         assert ways[0]["command"].startswith(f"bkctl cookie {verb} {bookie_id} DIR/current/VERSION")
         start = next(way["effect"] for way in ways if way["command"].startswith("bkctl bookie start"))
         assert start.startswith("starts it once its cookie is restored")
+
+
+@pytest.mark.parametrize("low_mark", [None, "0.9"])
+async def test_why_space_raises_the_low_water_mark_too(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, low_mark: str | None
+) -> None:
+    cluster.bookies.register("b2", BookieServiceInfo())
+    used = AsyncMock(return_value=[SimpleNamespace(error=None, used_percent=96.0)])
+    monkeypatch.setattr("bkctl.http.why.member_space", used)
+    api = MagicMock()
+    api.metrics.return_value = ""
+    api.config.return_value = {"diskUsageThreshold": "0.95"} | (
+        {} if low_mark is None else {"diskUsageLwmThreshold": low_mark}
+    )
+    why = await Inquiry(SimpleNamespace(cluster=cluster), MagicMock(), MagicMock(), lambda _: api).space("b2")  # type: ignore[arg-type]
+    (way,) = (each.command for each in why.ways if "bookie config" in each.command)
+    assert "--set diskUsageThreshold=0.99 --set diskUsageWarnThreshold=0.98" in way
+    assert ("--set diskUsageLwmThreshold=0.98" in way) is (low_mark is not None)
