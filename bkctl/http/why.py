@@ -21,7 +21,7 @@ from bkctl.bookie.local import ClusterBookie, active_cluster
 from bkctl.client.disk_space import BookieSpace, member_space
 from bkctl.client.ensemble import RoundRobinDistributionSchedule, usable_bookies
 from bkctl.client.ledger import BookKeeper
-from bkctl.client.ledger_survey import replica_counts, why_not_replicated
+from bkctl.client.ledger_survey import rack_findings, replica_counts, why_not_replicated
 from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
 from bkctl.columns import some_of
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound, Unreachable
@@ -386,6 +386,11 @@ class Inquiry:
             )
         else:
             why.verdict = f"A new ledger finds its {ensemble_size} bookies"
+            for finding in rack_findings(list(self.bookies.values()), self.placement):
+                if finding.code == "too-few-racks":
+                    why.verdict += ", in too few racks"
+                    why.fact(finding.message, "metadata: registrations and racks")
+                    why.way("bkctl bookies racks list", f"shows the racks; {finding.advice}")
         return why
 
     async def space(self, bookie_id: str) -> Explanation:

@@ -215,6 +215,11 @@ def test_health_finds_ledgers_and_bookies_with_bad_racks(cli: Cli, two_racks: st
         for name in ("b1:1", "b2:1"):
             cluster.bookies.register(name, BookieServiceInfo((BookieEndpoint("bookie", 1, name[:2], "bookie-rpc"),)))
         assert codes() == {("too-few-racks", None)}
+        sizes = ("--ensemble-size", 2, "--write-quorum", 2, "--ack-quorum", 2)
+        why = cli("why", "create", *sizes).out
+        assert "bookies are in 1 rack; 2 are needed" in why
+        assert "bkctl bookies racks list" in why
+        assert "Nothing is to be done" not in why
         cli("bookies", "racks", "unset", "b1:1")
         assert codes() == {("bookie-without-rack", "b1:1")}
         muted = cli("cluster", "health", "mute", "bookie-without-rack")
