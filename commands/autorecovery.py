@@ -346,7 +346,8 @@ def audit(
         str | None,
         flag(
             "--reset-clock CHECK,…",
-            "Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.",
+            "Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them, "
+            "placement and replicas only if their intervals are set in its --conf.",
         ),
     ] = None,
 ) -> None:
@@ -366,6 +367,9 @@ def audit(
     rows = reset_clocks(run.recorded, after_ms, checks, dry_run=run.dry_run)
     run.out.render(rows, CLOCK_COLUMNS)
     run.out.note("The checks run when an auditor starts next; restart the auditor to have them now")
+    unset = {"placement": "auditorPeriodicPlacementPolicyCheckInterval", "replicas": "auditorReplicasCheckInterval"}
+    for each in checks & unset.keys():
+        run.out.note(f"{each} runs only if the auditor's {unset[each]} is above 0 (default 0)")
 
 
 #: Seconds that the auditor waits before it takes a bookie for lost; `stored` False: its default.

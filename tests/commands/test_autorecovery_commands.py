@@ -311,6 +311,15 @@ def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:
     assert settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY, scoped=True) is None
 
 
+    done = cli("autorecovery", "audit", "--reset-clock", "all-ledgers,replicas")
+    assert done.code == 0
+    assert "replicas runs only if the auditor's auditorReplicasCheckInterval is above 0 (default 0)" in done.err
+    assert "auditorPeriodicPlacementPolicyCheckInterval" not in done.err
+    status = cli("autorecovery", "status", "-o", "json").json
+    assert status["checkAllLedgersTime"] is not None
+    assert status["placementPolicyCheckTime"] is None
+
+
 def test_auto_recovery_without_a_scope_or_a_cluster_is_refused(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     result = cli("autorecovery", "run", "--scopes-only", "--scope-0-only")
     assert (result.code, result.out) == (2, "")
