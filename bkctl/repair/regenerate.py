@@ -23,6 +23,7 @@ from bkctl.errors import Corrupt, NotFound, TruncatedRecord, Unsupported, UsageE
 from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader, first_files
+from bkctl.files.rocksdb import REBUILD_HINT
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.formats.names import SCOPED_DIRECTORY, UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
@@ -94,7 +95,7 @@ def regenerate(
         if (current / "ledgers").is_dir() and (current / "locations").is_dir():
             raise UsageError(
                 f"{current} has the databases of DbLedgerStorage, which has no index files",
-                hint="'bkctl bookie index rebuild --ledgers --locations' rebuilds them",
+                hint=REBUILD_HINT,
             )
     run = Regeneration(files or Files(), metadata, progress, dry_run, layout)
     try:

@@ -262,6 +262,14 @@ FINDING_COLUMNS = Columns(
     key="ledger",
 )
 
+
+def _finding_columns(run: Run, given: BookieDirectories) -> Columns:
+    """Return FINDING_COLUMNS, with the next commands for databases where the bookie has or should have them."""
+    databases = run.access.names_databases or bool(given.rocksdbs())
+    step = next_column("bookie check", lambda row: row.kind.value, databases=databases, ledger=lambda row: row.ledger)
+    return Columns(*FINDING_COLUMNS.columns[:-1], step, key="ledger")
+
+
 LedgersToCheck = Annotated[
     LedgersOrAll,
     combined(
@@ -331,7 +339,7 @@ def check(
             advance=activity.advance,
             find_deleted=_deleted_finder(run, given),
         )
-        run.out.render(job.findings(), FINDING_COLUMNS, findings=True)
+        run.out.render(job.findings(), _finding_columns(run, given), findings=True)
     counts = job.counts
     if job.missing and not (counts.findings or counts.error_count):
         names = ", ".join(map(str, sorted(job.missing)))
@@ -436,7 +444,7 @@ def check_index(
         find_deleted=_deleted_finder(run, given),
     )
     with run.job.working("Reading indexes"):
-        run.out.render(job.findings(), FINDING_COLUMNS, findings=True)
+        run.out.render(job.findings(), _finding_columns(run, given), findings=True)
     counts = job.counts
     parts = (
         (not locations or both, f"{counted(counts.ledgers, 'ledger')}, {counts.fenced_ledgers:,} of them fenced"),

@@ -172,12 +172,15 @@ def regenerate_files(
 
     $ bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run
     """
+    from bkctl.files.rocksdb import REBUILD_HINT
     from bkctl.formats.entry import master_key
     from bkctl.repair.regenerate import regenerate
 
     if (which.ledgers is None) != all_ledgers:
         problem = "--all and ledgers are given" if all_ledgers else "No ledger is given"
         raise UsageError(problem, hint="name ledgers, or add --all")
+    if run.access.names_databases:
+        raise UsageError(f"{run.access.conf} names DbLedgerStorage, which has no index files", hint=REBUILD_HINT)
     layout = _layout(run, directories)
     key = None if password is None else master_key(password)
     with _repairing(

@@ -404,6 +404,11 @@ class Access:
             raise UsageError("No bookie configuration is given", hint="add --conf bk_server.conf")
         return BookieConfig.load(self.conf)
 
+    @property
+    def names_databases(self) -> bool:
+        """Whether `--conf` is given, and names DbLedgerStorage, which has databases and no index files."""
+        return self.conf is not None and self.config().ledger_storage_class.endswith(".DbLedgerStorage")
+
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
         """Return the directories to read: the given ones, else the directories in `--conf`.
 

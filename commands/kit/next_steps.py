@@ -123,19 +123,25 @@ def undoing(file: Path | str, uri: str | None = None) -> str:
     return pasted(shlex.join(words)) if uri is None else shlex.join([*words, "-u", uri])
 
 
-def next_step(check: str, kind: str, **fields: object) -> str | None:
-    """Return the command for a finding of `kind`; None for another kind. Fields that are None stay words."""
+def next_step(check: str, kind: str, *, databases: bool = False, **fields: object) -> str | None:
+    """Return the command for a finding of `kind`; None for another kind. Fields that are None stay words.
+
+    `databases`: the indexes are databases, which are rebuilt as a whole.
+    """
     step = STEPS[check].get(kind)
+    step = _REBUILD if databases and step is _REGENERATE else step
     if step is None:
         return None
     words = {name: name.upper() if value is None else shlex.quote(str(value)) for name, value in fields.items()}
     return pasted(step.command.format_map(words))
 
 
-def next_column(check: str, kind_of: Callable[[Any], str], **fields: Callable[[Any], object]) -> Column:
+def next_column(
+    check: str, kind_of: Callable[[Any], str], *, databases: bool = False, **fields: Callable[[Any], object]
+) -> Column:
     """Return the column with the next command of a row of `check`; `fields` are functions row → value."""
 
     def step(row: Any) -> str | None:
-        return next_step(check, kind_of(row), **{name: read(row) for name, read in fields.items()})
+        return next_step(check, kind_of(row), databases=databases, **{name: read(row) for name, read in fields.items()})
 
     return Column(None, "nextCommand", step)

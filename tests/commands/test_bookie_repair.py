@@ -110,6 +110,26 @@ def test_rebuild_without_a_choice_and_on_another_storage_class(cli: Cli, bookie:
     assert "regenerate" in result.err
 
 
+def test_lost_databases_are_rebuilt_and_no_index_files_written(cli: Cli, db: Path, tmp_path: Path) -> None:
+    for database in db.glob("current/*l*[os]/"):  # ledgers and locations, also scoped
+        shutil.rmtree(database)
+    conf = tmp_path / "bk_server.conf"
+    storage = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
+    conf.write_text(
+        f"journalDirectory={tmp_path / 'journal'}\nledgerDirectories={db}\nledgerStorageClass={storage}\nbookieId=b\n"
+    )
+    for command in (("check",), ("index", "check")):
+        found = cli("bookie", *command, "--conf", conf, "-o", "ndjson")
+        assert found.code == 3, found.err
+        commands = {row["nextCommand"] for row in found.rows if row["kind"] in ("unindexed", "notIndexed")}
+        assert commands == {f"bkctl bookie index rebuild --ledgers --locations --conf {conf}"}
+    refused = cli("bookie", "index", "regenerate", "--all", "--conf", conf)
+    assert refused.code == 2
+    assert "names DbLedgerStorage, which has no index files; 'bkctl bookie index rebuild" in refused.err
+    assert cli("bookie", "index", "rebuild", "--ledgers", "--locations", "--conf", conf).code == 0
+    assert cli("bookie", "check", "--conf", conf).code == 0
+
+
 def test_regenerate_named_ledgers_and_all(cli: Cli, bookie: Path) -> None:
     place = ("--dir", bookie / "ledgers", "--dir", bookie / "journal", "-o", "json")
     result = cli("bookie", "index", "regenerate", "7:5", *place)
