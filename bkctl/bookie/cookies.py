@@ -222,11 +222,12 @@ def _directories_meaning(dirs: Sequence[str], there: Sequence[str]) -> str:
     more, fewer = sorted(set(dirs) - set(there)), sorted(set(there) - set(dirs))
     if not more and not fewer:
         return "the same directories in another order: restore the order"
+    news = f"{', '.join(more)} {'is' if len(more) == 1 else 'are'} new"
     if not fewer:
-        return f"{', '.join(more)} are new: 'bkctl cookie expand' adds new empty directories"
+        return f"{news}: 'bkctl cookie expand' adds new empty directories"
     if not more:
         return f"the configuration lacks {', '.join(fewer)}: add them, or their ledgers are lost"
-    return f"the configuration lacks {', '.join(fewer)}, and {', '.join(more)} are new: restore them, or move files"
+    return f"the configuration lacks {', '.join(fewer)}, and {news}: restore them, or move files"
 
 
 def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files, *, undo: UndoFile | None) -> list[str]:

@@ -25,6 +25,7 @@ from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
 from bkctl.checks.index_rows import Columns, EntrySelection, IndexRowsReader, LedgerNumbers, LocationRows
 from bkctl.checks.recheck import EntryKey, IndexedLogs, Recheck, RecordLookup, digest_reason, list_indexed_logs
+from bkctl.columns import counted
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.conversion import check_conversion
 from bkctl.files.directories import BookieDirectories, current_of
@@ -306,6 +307,7 @@ def _merge_damage(damage: BkctlError, path: Path, good_end: int, findings: Itera
             kept.append(finding)
     reason = str(damage)
     if lost:
-        reason = f"{damage.message}; {lost:,} entries of {len(ledgers):,} ledgers that the index has there are lost"
+        known = f"{counted(lost, 'entry')} of {counted(len(ledgers), 'ledger')} that the index has there"
+        reason = f"{damage.message}; {known} {'is' if lost == 1 else 'are'} lost"
     yield Finding(FindingKind.LOG_DAMAGED, path, reason)
     yield from kept

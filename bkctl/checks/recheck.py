@@ -32,9 +32,7 @@ RETRY_ENTRIES: Final = 4096
 _ROUNDS: Final = 3
 _PAUSE_S: Final = 0.1
 _NOT_INDEXED: Final = "the entry is in the log, but not in the index of its ledger"
-_MAYBE_UNACKNOWLEDGED: Final = (
-    "; the bookie was killed while it wrote this log, so the entry may never have been acknowledged"
-)
+_MAYBE_UNACKNOWLEDGED: Final = "; this log was not finished, so the entry may never have been acknowledged"
 T = TypeVar("T")
 EntryKey = tuple[LedgerId, int]
 

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.client.placement import Placement, region_of
+from bkctl.columns import counted
 from bkctl.errors import BkctlError, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -207,9 +208,8 @@ def why_not_replicated(
     for fragment in metadata.ensembles:
         needed = len(absent.intersection(fragment.bookies) - usable)
         if needed > (there := len(usable.difference(fragment.bookies))):
-            return (
-                f"{needed} bookies are needed in place of lost ones, and {there} writable ones are outside its ensemble"
-            )
+            needs = counted(needed, "writable bookie is needed", "writable bookies are needed")
+            return f"{needs} outside its ensemble in place of lost ones; found: {there:,}; start another bookie"
     return None
 
 

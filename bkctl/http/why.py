@@ -23,7 +23,7 @@ from bkctl.client.ensemble import RoundRobinDistributionSchedule, usable_bookies
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.ledger_survey import rack_findings, replica_counts, why_not_replicated
 from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
-from bkctl.columns import some_of
+from bkctl.columns import counted, some_of
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
@@ -139,7 +139,7 @@ class Inquiry:
         left = list(replica_counts(metadata, lacking))
         none = [entry_id for entry_id, count in left if not count]
         if check.problem is not None:
-            why.fact(f"Its last add confirmed is not known: {check.problem}", "answers of its bookies")
+            why.fact(str(check.problem), "answers of its bookies")
         state = AutoRecoveryState(self.cluster.store)
         mark = attempt(state.marks.get, ledger)
         failure = ReplicationFailures(self.cluster.store).get(ledger)
@@ -202,7 +202,7 @@ class Inquiry:
         why.fact(
             f"Ledgers that name it: {ledger_count:,}; with entries on no other bookie that is up: {only:,}", "metadata"
         )
-        self._stay(why, bookie_id, held)
+        stays = self._stay(why, bookie_id, held)
         cookie = attempt(self.cluster.cookies.read, bookie_id)
         file = "DIR/current/VERSION" if local is None else quote(str(version_file(str(local.directory / "journal"))))
         fault = str(cookie) if isinstance(cookie, BkctlError) else ""
@@ -218,7 +218,8 @@ class Inquiry:
                 return self._stopped(why, local.pid)
             leave = Way(
                 f"bkctl bookies decommission {name} --yes",
-                "copies its ledgers from their other replicas, and deletes its cookie; "
+                "copies its ledgers from their other replicas, and deletes its cookie"
+                f"{', once the reasons why ledgers stay are mended' if stays else ''}; "
                 f"ledgers whose entries stay lost: {only:,}",
             )
             mended = "its cookie is restored" if fault else f"this is mended: {refusal}"
@@ -317,11 +318,11 @@ class Inquiry:
                     only += any(not left for _, left in replica_counts(found.metadata, absent | unknown))
         return held, only
 
-    def _stay(self, why: Explanation, bookie_id: str, held: list[tuple[LedgerId, VersionedMetadata]]) -> None:
-        """Add why ledgers stay on a bookie that leaves, by reason; nothing of a writable bookie."""
+    def _stay(self, why: Explanation, bookie_id: str, held: list[tuple[LedgerId, VersionedMetadata]]) -> bool:
+        """Add why ledgers stay on a bookie that leaves, by reason; nothing of a writable bookie. Return if any do."""
         bookie = self.bookies.get(bookie_id)
         if bookie is not None and bookie.state == "rw":
-            return
+            return False
         state, failures = AutoRecoveryState(self.cluster.store), ReplicationFailures(self.cluster.store)
         is_enabled = state.settings.is_enabled()
         reasons: dict[str, list[LedgerId]] = {}
@@ -331,7 +332,7 @@ class Inquiry:
                 mark = UnderreplicatedLedger(ledger, (bookie_id,), None, 0)
             reason = why_not_replicated(mark, found, self.bookies.values(), is_enabled=is_enabled)
             if failure is not None:
-                reason = f"worker {failure.worker} failed {failure.attempts:,} times: {failure.reason}"
+                reason = f"worker {failure.worker} failed {counted(failure.attempts, 'time')}: {failure.reason}"
             elif reason is None and found.metadata.state is LedgerState.OPEN:
                 reason = "it is open: it leaves once its writer closes it or changes its ensemble"
             if reason is not None:
@@ -339,6 +340,7 @@ class Inquiry:
         for reason, ledgers in sorted(reasons.items(), key=lambda each: -len(each[1])):
             text = f"Ledgers that stay on it: {len(ledgers):,} ({some_of(ledgers, 3)}): {reason}"
             why.fact(text, "metadata: marks and failures")
+        return bool(reasons)
 
     def _log(self, why: Explanation, local: ClusterBookie) -> str:
         """Add the end of a local bookie's log; return why it refused to start, "" if it did not."""

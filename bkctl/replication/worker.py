@@ -254,8 +254,8 @@ class ReplicationWorker:
             check = await self._look(ledger, mark.suspects)
             if not _is_healthy(check):
                 if check.problem is not None:
-                    log.warning("Ledger %s: its last add confirmed is not known: %s", ledger, check.problem)
-                    self._reasons[ledger] = f"its last add confirmed is not known: {check.problem}"
+                    log.warning("Ledger %s: %s", ledger, check.problem)
+                    self._reasons[ledger] = str(check.problem)
                 await self._replicate_fragments(check, lock)
                 if check.needs_recovery:
                     # An active writer may replace the bookies by itself.

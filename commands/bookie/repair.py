@@ -86,7 +86,7 @@ REBUILT_COLUMNS = Columns(
 
 #: Notes on a rebuilt database, each with the count that it is about.
 _GUESSES: Final = (
-    ("guessed_fences", "ledger was", "ledgers were", "{} fenced, since their state is unknown"),
+    ("guessed_fences", "ledger was", "ledgers were", "{} fenced, since the state is unknown"),
     (
         "without_key", "ledger", "ledgers",
         "the master key of {} is unknown; the bookie will accept that of the next writer",
@@ -191,7 +191,7 @@ def regenerate_files(
     run.out.render(done.indexes, REGENERATED_COLUMNS)
     _report(run, done.findings, stored)
     guessed = sum(row.fence_guessed for row in done.indexes)
-    counts = (guessed, "fenced, since their state is unknown"), (len(done.dead), "left unchanged, without metadata")
+    counts = (guessed, "fenced, since the state is unknown"), (len(done.dead), "left unchanged, without metadata")
     run.out.note(*(f"{counted(count, 'ledger was', 'ledgers were')} {text}" for count, text in counts if count))
     if done.without_key:
         some = ", ".join(map(str, done.without_key[:10])) + (" …" if len(done.without_key) > 10 else "")

@@ -155,7 +155,7 @@ def test_regenerate_with_a_password_file(cli: Cli, bookie: Path) -> None:
     assert "--password-file" in result.err
     result = cli("bookie", "index", "regenerate", "5", "--password-file", bookie / "password", *place)
     assert (result.code, result.json[0]["fenceGuessed"]) == (0, True)
-    assert "1 ledger was fenced, since their state is unknown" in result.err
+    assert "1 ledger was fenced, since the state is unknown" in result.err
     meta = cli("bookie", "index", "show", "5", "--meta", "--show-secrets", *place)
     from bkctl.formats.entry import master_key
 

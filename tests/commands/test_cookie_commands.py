@@ -337,6 +337,12 @@ def test_verify_explains_every_difference(place: Place, cli: Cli, tmp_path: Path
     assert "another order" in found["l1", "ledgerDirs"]["meaning"]
     assert "not mounted" in found["l2", "cookie"]["meaning"]
     assert "layout version" in found["index", "cookie"]["meaning"]
+    place.local("index").write_bytes(
+        Cookie("b1", ("/j",), (str(tmp_path / "l1"),), "i", (str(tmp_path / "index"),)).serialize()
+    )
+    rows = cli("cookie", "verify", "-c", place.conf, "-o", "ndjson").rows
+    assert any(f"{tmp_path / 'l2'} is new: " in row["meaning"] for row in rows)
+    place.local("index").write_bytes(b"x")
     # Without a configuration, the store's cookie counts.
     local = cli("cookie", "verify", "b1", "--dir", tmp_path / "l1", "-u", place.uri, "-o", "json")
     assert {row["field"] for row in local.json} == {"bookieId", "journalDirs", "ledgerDirs", "instanceId"}

@@ -185,3 +185,25 @@ async def test_why_space_raises_the_low_water_mark_too(
     (way,) = (each.command for each in why.ways if "bookie config" in each.command)
     assert "--set diskUsageThreshold=0.99 --set diskUsageWarnThreshold=0.98" in way
     assert ("--set diskUsageLwmThreshold=0.98" in way) is (low_mark is not None)
+
+
+def test_why_bookie_says_what_a_decommission_waits_for(cluster: Cluster) -> None:
+    cluster.bookies.register("b2", BookieServiceInfo())
+    for number in (1, 2):
+        add(cluster, LedgerId(0, number), (ODD, "b2"))
+    failure = ReplicationFailure(LedgerId(0, 2), 1, "b2 does not answer", "w1", 1, None)
+    ReplicationFailures(cluster.store).publish(failure)
+    done = CommandLine(cluster.uri)("why", "bookie", ODD, "--timeout", "5s", "-o", "json")
+    why = json.loads(done.out)
+    text = "\n".join(fact["what"] for fact in why["facts"])
+    assert "1 writable bookie is needed outside its ensemble in place of lost ones; found: 0; start another" in text
+    assert "worker w1 failed 1 time: " in text
+    (leave,) = (way["effect"] for way in why["ways"] if "decommission" in way["command"])
+    assert "once the reasons why ledgers stay are mended" in leave
+
+
+def test_why_ledger_says_once_that_its_end_is_unknown(cluster: Cluster) -> None:
+    add(cluster, LedgerId(0, 1), (ODD, "b2"), is_open=True)
+    done = CommandLine(cluster.uri)("why", "ledger", "1", "--timeout", "5s", "-o", "json")
+    (fact,) = (each["what"] for each in json.loads(done.out)["facts"] if "confirmed" in each["what"])
+    assert fact.lower().count("last add confirmed") == 1
