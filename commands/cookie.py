@@ -396,6 +396,8 @@ def rename_bookie(
         run.hold(map(Path, directories))
         changed = rename(run.cluster, old, new, directories, Files(), undo=run.undo_file)
     run.out.render((PlainRow(place=place, before=old, after=new) for place in (STORE, *changed)), RENAMED_COLUMNS)
+    follow = f"'bkctl metadata replace-bookie --from {old} --to {new}' changes that"
+    run.out.note(f"Ledgers that name {old} still do: {follow}")
     if not directories:
         run.out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
 

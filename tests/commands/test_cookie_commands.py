@@ -255,6 +255,7 @@ def test_rename_changes_the_store_and_the_directories_and_can_be_undone(place: P
     assert place.stored("b1") == before
     result = cli("cookie", "rename", "b1", "b2", "-c", place.conf, "--yes", "--undo", tmp_path / "undo")
     assert result.code == 0, result.err
+    assert "Ledgers that name b1 still do: 'bkctl metadata replace-bookie --from b1 --to b2'" in result.err
     after = before.replace(b'"b1"', b'"b2"')
     assert (place.stored("b1"), place.stored("b2")) == (None, after)
     assert {place.local(name).read_bytes() for name in names} == {after}
