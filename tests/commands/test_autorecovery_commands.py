@@ -310,7 +310,6 @@ def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:
     assert settings.check_ctime_ms(AuditorCheck.REPLICAS) is None
     assert settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY, scoped=True) is None
 
-
     done = cli("autorecovery", "audit", "--reset-clock", "all-ledgers,replicas")
     assert done.code == 0
     assert "replicas runs only if the auditor's auditorReplicasCheckInterval is above 0 (default 0)" in done.err

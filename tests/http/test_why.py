@@ -7,11 +7,8 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
-
-
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
