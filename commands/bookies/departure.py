@@ -240,7 +240,7 @@ def recover(
     ] = False,
     resume: Annotated[
         Path | None,
-        flag("--resume FILE", "Record finished ledgers in this file, and count those of earlier runs."),
+        flag("--resume FILE", "Record finished ledgers in this file, and count what earlier runs did."),
     ] = None,
 ) -> None:
     """Copy the ledgers of lost bookies to other bookies.
