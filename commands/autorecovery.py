@@ -320,6 +320,10 @@ def auditor(run: Run, all_votes: Annotated[bool, flag("--all", "Show candidates 
 
 #: The auditor's periodic checks as --reset-clock names them → their names in AuditorCheck.
 CHECKS: Final = {"all-ledgers": "ALL_LEDGERS", "placement": "PLACEMENT_POLICY", "replicas": "REPLICAS"}
+#: The checks that the auditor does not run by default → the settings that have it run them.
+_INTERVALS: Final = {
+    "placement": "auditorPeriodicPlacementPolicyCheckInterval", "replicas": "auditorReplicasCheckInterval",
+}  # fmt: skip
 #: The id of the auditor that was asked to audit.
 AUDITED_COLUMNS = Columns(Column("AUDITOR", "auditorId", str), key="auditorId")
 CLOCK_COLUMNS = Columns(
@@ -367,9 +371,9 @@ def audit(
     rows = reset_clocks(run.recorded, after_ms, checks, dry_run=run.dry_run)
     run.out.render(rows, CLOCK_COLUMNS)
     run.out.note("The checks run when an auditor starts next; restart the auditor to have them now")
-    unset = {"placement": "auditorPeriodicPlacementPolicyCheckInterval", "replicas": "auditorReplicasCheckInterval"}
-    for each in checks & unset.keys():
-        run.out.note(f"{each} runs only if the auditor's {unset[each]} is above 0 (default 0)")
+    run.out.note(
+        *(f"{each} runs only if the auditor's {_INTERVALS[each]} is above 0" for each in _INTERVALS if each in checks)
+    )
 
 
 #: Seconds that the auditor waits before it takes a bookie for lost; `stored` False: its default.

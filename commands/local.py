@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bkctl.bookie.cookies import restore_hint, version_file
-from bkctl.bookie.local import LocalCluster, active_cluster
+from bkctl.bookie.local import ClusterBookie, LocalCluster, active_cluster
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import has_server, load_server
@@ -94,16 +94,19 @@ def up(
         )  # fmt: skip
     rows = cluster.status(run.access.timeout_s)
     run.out.render(rows, LOCAL_COLUMNS)
-    for each in (row.bookie for row in rows if row.state == "left"):
-        file = version_file(str(each.directory / "journal"))
-        hint = restore_hint(each.bookie_id, file, f"remove {each.directory} to let it join again, empty")
-        run.out.note(f"{each.bookie_id} has no cookie in the metadata store and was not started: {hint}")
+    run.out.note(*(_left_text(row.bookie) for row in rows if row.state == "left"))
     if wants_http and any(row.bookie.http_url is None for row in rows if row.state != "left"):
         run.out.note(
             "'bkctl top', 'bookie info' and 'bookies drain' need bookies with an HTTP server: install bkctl[http], and "
             "start a new cluster with 'bkctl local up --http --dir DIR'"
         )
     _note_target(run, cluster)
+
+
+def _left_text(bookie: ClusterBookie) -> str:
+    file = version_file(str(bookie.directory / "journal"))
+    hint = restore_hint(bookie.bookie_id, file, f"remove {bookie.directory} to let it join again, empty")
+    return f"{bookie.bookie_id} has no cookie in the metadata store and was not started: {hint}"
 
 
 def _note_target(run: Run, cluster: LocalCluster) -> None:

@@ -87,7 +87,7 @@ GUIDES: dict[Code, Guide] = {
     Code.BOOKIE_UNKNOWN: Guide((("bkctl bookies list", "shows the bookies that there are"),), _RECOVER),
     Code.BOOKIE_READ_ONLY: Guide(_SPACE, (*_FREE, ("bkctl bookie readonly off --bookie BOOKIE", "makes it writable again, if somebody made it read-only"))),
     Code.BOOKIE_WITHOUT_ADDRESS: Guide((("bkctl bookies show BOOKIE", "shows what it registered"),), (("bkctl bookie config --bookie BOOKIE", "shows advertisedAddress and bookieId; correct them and restart it"),)),
-    Code.BOOKIE_WITHOUT_COOKIE: Guide(_COOKIE, (("bkctl cookie generate --conf bk_server.conf", "writes the cookie that 'bkctl cookie create' stores, on its host"),)),
+    Code.BOOKIE_WITHOUT_COOKIE: Guide(_COOKIE, (("bkctl cookie create BOOKIE DIR/current/VERSION", "restores it from one of the bookie's directories"), ("bkctl cookie generate --conf bk_server.conf", "writes one, on its host, if no directory has it; 'bkctl cookie create' stores it"),)),
     Code.BOOKIE_UNREGISTERED: Guide((*_STORE, ("bkctl bookie state --bookie BOOKIE", "asks the bookie itself")), (("bkctl cluster health", "once its network and the metadata store work, the bookie registers by itself: no restart is needed"),)),
     Code.BOOKIE_SILENT: Guide((("bkctl bookie state --bookie BOOKIE", "asks its HTTP server"),), _START),
     Code.BOOKIE_HUNG: Guide((("bkctl diagnose bundle bundle.tar.gz", "saves its state before a restart"),), (("bkctl bookie start --conf bk_server.conf", "starts it on its host, once the hung process has ended: until then its port and directories are in use"),)),

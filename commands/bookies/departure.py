@@ -261,15 +261,10 @@ def recover(
         raise UsageError(
             "--query changes nothing, so --dry-run, --delete-cookie and --resume do not apply", hint="drop one of them"
         )
-    for each in () if query or skip_open else run.cluster.bookies.list(include_down=False):
-        if (name := each.bookie_id) in names:
-            drain = f"'bkctl bookies drain {name}' moves ledgers without that"
-            run.out.note(f"{name} is still up: running writers are fenced; {drain}")
     if query:
         _show_held(run, names, ledgers or None)
     elif run.dry_run:
-        if delete_cookie:
-            _registered(run, names, delete_cookie=True)
+        _registered(run, names, skip_open=skip_open, delete_cookie=delete_cookie)
         _show_plan(run, names, ledgers or None, skip_open, skip_unrecoverable)
     else:
         _recover(
@@ -286,7 +281,7 @@ def _agreed_plan(
 
     with run.job.working("Looking at the ledgers"):
         plan = plan_move(run.cluster, names, ids)
-    up = _registered(run, names, delete_cookie=delete_cookie)
+    up = _registered(run, names, skip_open=skip_open, delete_cookie=delete_cookie)
     if not (plan.ledgers or plan.damaged):
         check_known(run.cluster, names)
     if plan.ledgers or delete_cookie:
@@ -294,7 +289,7 @@ def _agreed_plan(
     return plan
 
 
-def _registered(run: Run, names: Sequence[str], *, delete_cookie: bool) -> list[RegisteredBookie]:
+def _registered(run: Run, names: Sequence[str], *, skip_open: bool, delete_cookie: bool) -> list[RegisteredBookie]:
     """Return the named bookies that are up. With `delete_cookie`, raise Conflict if a cookie must stay."""
     from bkctl.replication.holdings import check_scopes_known
 
@@ -306,6 +301,9 @@ def _registered(run: Run, names: Sequence[str], *, delete_cookie: bool) -> list[
         )
     if delete_cookie:
         check_scopes_known(run.cluster)
+    for name in () if skip_open else (each.bookie_id for each in up):
+        drain = f"'bkctl bookies drain {name}' moves ledgers without that"
+        run.out.note(f"{name} is still up: running writers are fenced; {drain}")
     return up
 
 

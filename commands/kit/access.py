@@ -406,7 +406,7 @@ class Access:
 
     @property
     def names_databases(self) -> bool:
-        """Whether `--conf` is given, and names DbLedgerStorage, which has databases and no index files."""
+        """True if `--conf` is given, and names DbLedgerStorage, which has databases and no index files."""
         return self.conf is not None and self.config().ledger_storage_class.endswith(".DbLedgerStorage")
 
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
