@@ -201,7 +201,8 @@ class SingleDirectoryDbLedgerStorage(EntryIndex[DbLedgerHandle]):
         if not handle.is_on_disk:
             return 0
         with contextlib.suppress(BkctlError):  # damage of a neighbour's location is none of this entry
-            return self.locations.look_up(handle, (entry_id,), 0)[0]
+            if found := self.locations.look_up(handle, (entry_id,), 0)[0]:
+                return found  # A cached page may lack entries that were written before it.
         return self.locations.location(handle.ledger, entry_id)
 
     def discard_cached(self, ledger: LedgerId) -> None:

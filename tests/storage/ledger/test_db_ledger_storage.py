@@ -160,6 +160,21 @@ def test_entries_are_readable_in_every_state(tmp_path: Path, ledger: LedgerId) -
     storage.close()
 
 
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
+def test_entries_before_others_of_their_page_may_be_written_later(tmp_path: Path, ledger: LedgerId) -> None:
+    storage = open_storage(tmp_path)
+    for ids in (range(10, 16), range(5)):
+        add(storage, ledger, *ids)
+        flush_journals(storage)
+        storage.run_checkpoint()
+    handle = storage.get(ledger)
+    assert handle is not None
+    for entry_id in (*range(10, 16), *range(5)):
+        assert bytes(storage.read(handle, entry_id)) == body_of(ledger, entry_id)
+        assert storage.ledgers.reader.has(handle, entry_id)
+    storage.close()
+
+
 def test_flush_sorts_entries_by_ledger_and_id(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for entry_id in (2, 0, 1):
