@@ -102,10 +102,11 @@ class ResumeFile(Closing):
     def _take(self, fields: dict[str, Any], expected: dict[str, Any] | None) -> None:
         """Take the ledger of a line, or check the header. Raise what the parsing of JSON of another form leads to."""
         if expected is None:
-            if not _NAME.fullmatch(fields["ledger"]):
+            entry_count, size_bytes = fields["entryCount"], fields["sizeBytes"]
+            if not _NAME.fullmatch(fields["ledger"]) or {type(entry_count), type(size_bytes)} != {int}:
                 raise ValueError(fields)
-            self.entry_count += int(fields["entryCount"])
-            self.size_bytes += int(fields["sizeBytes"])
+            self.entry_count += entry_count
+            self.size_bytes += size_bytes
             self.done.add(LedgerId.from_value(int(fields["ledger"], 16)))
             return
         if fields.get("format") != FORMAT:

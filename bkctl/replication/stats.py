@@ -23,7 +23,7 @@ class AuditorStats:
     num_ledgers_checked: int = _metric("counter", "Ledgers that the check of all ledgers read.")
     num_bookie_audits_delayed: int = _metric("counter", "Audits that waited for lost bookies to return.")
     num_delayed_bookie_audits_cancelled: int = _metric("counter", "Delayed audits whose bookies returned.")
-    num_skipping_check_task_times: int = _metric("counter", "Checks left out while auto-recovery was disabled.")
+    num_skipping_check_task_times: int = _metric("counter", "Checks left out while a lost bookie's delay ran.")
     num_underreplicated_ledgers_elapsed_recovery_grace_period: int = _metric(
         "gauge", "Ledgers under-replicated for longer than the grace period, at the last look."
     )

@@ -106,6 +106,8 @@ def test_foreign_file_is_refused_and_kept(tmp_path: Path, content: bytes, error:
     [
         b"nonsense\n", b"{}\n", b'{"ledger": "5", "entryCount": 1, "sizeBytes": 1}\n',
         b'{"ledger": "%s"}\n' % (b"0" * 32),
+        b'{"ledger": "%s", "entryCount": 1e999, "sizeBytes": 2}\n' % (b"0" * 32),
+        b'{"ledger": "%s", "entryCount": 1, "sizeBytes": true}\n' % (b"0" * 32),
     ],
 )  # fmt: skip
 def test_damaged_line_is_reported_with_its_number(tmp_path: Path, line: bytes) -> None:
