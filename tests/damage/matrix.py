@@ -185,7 +185,8 @@ def check_answer(answer: Answer, path: Path, *, removed: bool = False, offset: b
     assert answer.code in (CODES_REMOVED if removed else CODES), answer.err
     rows = [json.loads(line) for line in answer.out.splitlines()]
     if answer.code == 0:
-        assert answer.err == ""
+        # Reads of records say that a file is cut.
+        assert re.fullmatch(rf"(.*{re.escape(path.name)} ends within a record at byte \d+: .*\n)?", answer.err)
         return rows
     problem = answer.problem
     if answer.code != 3:

@@ -173,7 +173,7 @@ def by_verify(path: Path) -> Seen:
 
 def by_command(path: Path, *options: str) -> Seen:
     answer = CommandLine(None)("entrylog", "read", path, "-o", "ndjson", *options)
-    error = answer.err.strip().removeprefix("bkctl: ").splitlines()
+    error = answer.err.strip().removeprefix("bkctl: ").splitlines() if answer.code else []
     return Seen([json.loads(line)["offset"] for line in answer.out.splitlines()], None, error[0] if error else None)
 
 
