@@ -165,6 +165,7 @@ class JournalReplay:
 
     def _flush(self) -> None:
         run_whole(self._storage.begin_flush, self._storage.flush, self._storage.end_flush)
+        self._ledgers.evict()
 
     # --- records -----------------------------------------------------------------------------------------------------
 

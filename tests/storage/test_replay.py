@@ -20,6 +20,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.journal import LogMark, write_header
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.replay import JournalReplay
 
 LEDGER = LedgerId(0, 5)
 DIGESTS = DigestManager(LEDGER, DigestType.CRC32C, b"secret")
@@ -169,3 +170,26 @@ def test_a_journal_name_without_a_next_id_is_refused(tmp_path: Path, name: str) 
     (tmp_path / "journal/current" / name).write_bytes(write_header(6))
     with pytest.raises(Corrupt, match=f"{name} in .* leaves no ids for later journals"):
         open_storage(tmp_path)
+
+
+def test_new_ledgers_leave_memory_while_journals_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"journal_max_size_mb": 16, "open_file_limit": 20, "page_limit": 200, "skip_list_size_limit": 1 << 16}
+    storage = open_storage(tmp_path, **changes)
+    for number in range(600):
+        ledger = LedgerId(0, number)
+        digests = DigestManager(ledger, DigestType.CRC32C, b"secret")
+        storage.add(ledger, 0, digests.master_key, digests.seal(0, -1, 1000, bytes(1000)) + bytes(1000), None)
+    flush_journals(storage)
+    held = []
+    whole = JournalReplay._write_when_full
+
+    def write_when_full(replay: JournalReplay) -> None:
+        whole(replay)
+        held.append(len(replay._ledgers.handles))
+
+    monkeypatch.setattr(JournalReplay, "_write_when_full", write_when_full)
+    again = open_storage(tmp_path, **changes)
+    assert len(held) > 100
+    assert max(held) < 300
+    assert all(again.get(LedgerId(0, number)) for number in range(600))
+    again.close()
