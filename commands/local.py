@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-from bkctl.bookie.cookies import restore_hint, version_file
 from bkctl.bookie.local import ClusterBookie, LocalCluster, active_cluster
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
@@ -104,6 +103,8 @@ def up(
 
 
 def _left_text(bookie: ClusterBookie) -> str:
+    from bkctl.bookie.cookies import restore_hint, version_file
+
     file = version_file(str(bookie.directory / "journal"))
     hint = restore_hint(bookie.bookie_id, file, f"remove {bookie.directory} to let it join again, empty")
     return f"{bookie.bookie_id} has no cookie in the metadata store and was not started: {hint}"

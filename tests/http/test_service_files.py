@@ -89,13 +89,3 @@ def test_alerts_ask_for_metrics_that_a_bookie_serves(tmp_path: Path, pem: Path) 
             ), rule["expr"]
     assert len(asked) >= 10
     assert asked - served == set()
-
-
-def test_alerts_name_commands_that_exist() -> None:
-    named = {
-        words
-        for rule in rules()
-        for words in re.findall(r"'bkctl ((?:[a-z]+ ?)+)", rule["annotations"]["summary"])
-    }  # fmt: skip
-    assert len(named) >= 5
-    assert {words.strip() for words in named} - commands() == set()
