@@ -66,9 +66,8 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
                 f"Directory {directory} of bookie {bookie_id} has no cookie: its data is lost, or its disk not mounted",
                 hint="if the data is lost, recover the bookie's ledgers from other bookies before its new start",
             )
-    if files is not None and not known.issuperset(
-        found
-    ):  # None of them is missing if an earlier start ended before it wrote to the store.
+    # None of them is missing if an earlier start ended before it wrote to the store.
+    if files is not None and not known.issuperset(found):
         _write(cookie, list(found), files)
         cluster.cookies.write(bookie_id, cookie, stored.version)
     return False

@@ -19,7 +19,7 @@ from bkctl.columns import counted
 from bkctl.errors import BkctlError, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.health import HealthFinding, age_text, health_finding
+from bkctl.metadata.admin.health import HealthFinding, advice_of, age_text, health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.ledgers import VersionedMetadata
@@ -240,5 +240,5 @@ def rack_findings(bookies: Sequence[RegisteredBookie], placement: Placement) -> 
 def misplacement(placement: Placement, metadata: LedgerMetadata) -> str | None:
     """Return why the policy does not accept a ledger, and what to do; None if it does, or no bookie has a rack."""
     problem = placement.ledger_problem(metadata) if placement.racks else None
-    hint = HealthCode.RACKS_VIOLATED.why.replace("it", "'bkctl ledger locate'", 1)
+    hint = advice_of(HealthCode.RACKS_VIOLATED.why, "bkctl ledger locate")
     return None if problem is None else f"The placement policy does not accept it: {problem}. {hint}"

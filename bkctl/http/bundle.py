@@ -171,7 +171,7 @@ class _WithoutSecrets(ClusterSource):
     def records(self) -> Iterator[DumpRecord]:
         """See DumpSource.records. Unreadable ledgers are left out: their bytes may hold a password."""
         ledger_count = 0
-        if not self.may_read_racks():
+        if not self.may_read_racks:
             self._left_out["racks"] = "the store refuses to show them"
         for record in super().records():
             if record.kind != "ledger":

@@ -249,6 +249,7 @@ def _metas(
         yield row
 
 
+_next_command = partial(next_column, "bookie check", lambda row: row.kind.value, ledger=lambda row: row.ledger)
 FINDING_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.kind.value, Kind.WORD),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
@@ -258,7 +259,7 @@ FINDING_COLUMNS = Columns(
     Column("REASON", "reason", "reason"),
     Column("FILE", "file", lambda row: str(row.path), flexible=True, spare=2),
     Column(None, "finding", "is_problem", Kind.BOOLEAN),
-    next_column("bookie check", lambda row: row.kind.value, ledger=lambda row: row.ledger),
+    _next_command(),
     key="ledger",
 )
 
@@ -266,8 +267,7 @@ FINDING_COLUMNS = Columns(
 def _finding_columns(run: Run, given: BookieDirectories) -> Columns:
     """Return FINDING_COLUMNS, with the next commands for databases where the bookie has or should have them."""
     databases = run.access.names_databases or bool(given.rocksdbs())
-    step = next_column("bookie check", lambda row: row.kind.value, databases=databases, ledger=lambda row: row.ledger)
-    return Columns(*FINDING_COLUMNS.columns[:-1], step, key="ledger")
+    return FINDING_COLUMNS.changed(nextCommand={"source": _next_command(databases=databases).source})
 
 
 LedgersToCheck = Annotated[

@@ -83,9 +83,12 @@ def health_finding(
     why = code.why if command is None else advice or code.why
     command = command or code.next.format(subject=shlex.quote(subject), ledger=ledger)
     severity = Severity(severity or code.severity)
-    # Tables and the console show the advice without the command.
-    advice = advice or re.sub("^it ", lambda _: f"'{command}' ", why)
-    return HealthFinding(code, severity, subject, message, advice, details, command, why)
+    return HealthFinding(code, severity, subject, message, advice or advice_of(why, command), details, command, why)
+
+
+def advice_of(why: str, command: str) -> str:
+    """Return the advice that says what `command` does, as tables and the console show it: without the command."""
+    return re.sub("^it ", lambda _: f"'{command}' ", why)
 
 
 def health_findings(cluster: Cluster, audit_period_s: float = AUDIT_PERIOD_S) -> Iterator[HealthFinding]:

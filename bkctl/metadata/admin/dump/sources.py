@@ -11,6 +11,7 @@ from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby, repeat, tee
 from operator import attrgetter
 from pathlib import Path
@@ -300,7 +301,7 @@ class ClusterSource(DumpSource):
                 cluster.ledgers.read(ledger)
             yield from self._of_ledgers(self._ledgers)
             return
-        yield from self._stored("node", NODE_PATHS if self.may_read_racks() else NODE_PATHS[1:])
+        yield from self._stored("node", NODE_PATHS if self.may_read_racks else NODE_PATHS[1:])
         yield from self._stored("cookie", cluster.cookies.list())
         position = cluster.ledgers.id_position()
         if position is not None:
@@ -313,15 +314,16 @@ class ClusterSource(DumpSource):
             return (each for each in self._ledgers if each > ledger)
         return self._cluster.ledgers.ledgers(None, ledger)
 
+    @cached_property
     def may_read_racks(self) -> bool:
-        """Return False if the store refuses the racks, which are Pulsar's: `records` leaves them out."""
+        """False if the store refuses the racks, which are Pulsar's: `records` leaves them out."""
         return not isinstance(attempt(self._cluster.store.get, RACKS), Unauthorized)
 
     def left_out(self) -> list[str]:
         """Return what `records` leaves out, although all was asked for, in words."""
         if self._ledgers is not None:
             return []
-        racks = [] if self.may_read_racks() else ["The racks of bookies are left out: the store refuses to show them"]
+        racks = [] if self.may_read_racks else ["The racks of bookies are left out: the store refuses to show them"]
         unlisted, why = self._cluster.ledgers.unlisted(), "'bkctl metadata check' says why"
         return [*(f"The ledgers at {path} are left out: {why}" for path in unlisted), *racks]
 
