@@ -119,6 +119,8 @@ class EntryMemTable(Generic[Handle]):
     def remove(self, handle: Handle) -> None:
         """Remove the entries of a deleted ledger that no snapshot has; the writer of a snapshot skips its others."""
         self.current.size -= self._size_of(self.current.ledgers.pop(handle, {}))
+        if not self.current.ledgers:  # Replaced copies were counted, too, and no snapshot would end them.
+            self.current.size = 0
 
     def _size_of(self, entries: dict[int, bytes]) -> int:
         return sum(map(len, entries.values())) + self._overhead_bytes * len(entries)

@@ -341,6 +341,15 @@ def test_unfinished_integrity_check_turns_not_found_into_unknown(tmp_path: Path,
 # --- deletion --------------------------------------------------------------------------------------------------------
 
 
+def test_replaced_entries_of_a_deleted_ledger_leave_memory(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    for _ in range(3):
+        storage.add(PLAIN, 0, digests_of(PLAIN).master_key, body_of(PLAIN, 0), None, True)
+    storage.delete_ledger(PLAIN)
+    assert storage.ledgers.unwritten_bytes == 0  # Else a bookie waits for a flush that has nothing to write.
+    storage.close()
+
+
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
 def test_flush_removes_deleted_ledgers_from_the_databases(tmp_path: Path, ledger: LedgerId) -> None:
     storage = open_storage(tmp_path)
