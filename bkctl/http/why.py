@@ -180,6 +180,8 @@ class Inquiry:
             if not silent:
                 why.way(f"bkctl ledger delete {ledger}", "loses the whole ledger: only if its entries are not needed")
             why.verdict = f"No bookie that {'answers' if silent else 'is up'} has all entries from {none[0]} on"
+        elif not left:
+            why.verdict = "It has no entries that could be lacking"
         elif lacking:
             fewest = min(count for _, count in left)
             why.verdict = f"It can be read, and lacks replicas: {fewest} of {metadata.write_quorum_size} are left"
@@ -419,7 +421,8 @@ class Inquiry:
             collection = api.garbage_collection()
             samples = Samples(parse_metrics(api.metrics()))
             for text, metric in _GC_METRICS.items():
-                if (value := samples.total(f"bookie_gc_{metric}", f"bookie_{metric}")) is not None:
+                # 0 until its first collection.
+                if value := samples.total(f"bookie_gc_{metric}", f"bookie_{metric}"):
                     why.fact(f"{text}: {value:,.0f}", "its /metrics")
             if collection.suspended_by_disks:
                 why.fact(f"Compaction does not run: {collection.suspended_by_disks}", "its garbage collector")

@@ -174,7 +174,7 @@ async def test_why_space_raises_the_low_water_mark_too(
     used = AsyncMock(return_value=[SimpleNamespace(error=None, used_percent=96.0)])
     monkeypatch.setattr("bkctl.http.why.member_space", used)
     api = MagicMock()
-    api.metrics.return_value = ""
+    api.metrics.return_value = "bookie_gc_ACTIVE_ENTRY_LOG_SPACE_BYTES 0\nbookie_gc_RECLAIMED_DELETION_SPACE_BYTES 7\n"
     api.config.return_value = {"diskUsageThreshold": "0.95"} | (
         {} if low_mark is None else {"diskUsageLwmThreshold": low_mark}
     )
@@ -182,6 +182,8 @@ async def test_why_space_raises_the_low_water_mark_too(
     (way,) = (each.command for each in why.ways if "bookie config" in each.command)
     assert "--set diskUsageThreshold=0.99 --set diskUsageWarnThreshold=0.98" in way
     assert ("--set diskUsageLwmThreshold=0.98" in way) is (low_mark is not None)
+    facts = [fact.what for fact in why.facts if "bytes" in fact.what]
+    assert facts == ["bytes reclaimed by deletion: 7"]  # The logs are not counted before the first collection.
 
 
 def test_why_bookie_says_what_a_decommission_waits_for(cluster: Cluster) -> None:
@@ -204,3 +206,11 @@ def test_why_ledger_says_once_that_its_end_is_unknown(cluster: Cluster) -> None:
     done = CommandLine(cluster.uri)("why", "ledger", "1", "--timeout", "5s", "-o", "json")
     (fact,) = (each["what"] for each in json.loads(done.out)["facts"] if "confirmed" in each["what"])
     assert fact.lower().count("last add confirmed") == 1
+
+
+def test_why_ledger_explains_an_empty_ledger_whose_bookies_are_down(cluster: Cluster) -> None:
+    shape = {"state": LedgerState.CLOSED, "last_entry_id": -1, "length": 0}
+    metadata = LedgerMetadata(2, 2, 2, DigestType.CRC32C, b"", (Fragment(0, (ODD, "b2")),), **shape)  # type: ignore[arg-type]
+    cluster.ledgers.create(LedgerId(0, 1), metadata)
+    done = CommandLine(cluster.uri)("why", "ledger", "1", "--timeout", "5s", "-o", "json")
+    assert json.loads(done.out)["verdict"] == "It has no entries that could be lacking"
