@@ -125,14 +125,15 @@ class LedgerAccess:
         return [tuple(channels[index] for index in order(bookies, write_set)) for write_set in sets]
 
     async def read_ensembles(self) -> None:
-        """Read the metadata again and take over its ensembles; do nothing if the store does not return it.
+        """Read the metadata again and take over its ensembles; do nothing if the store does not return newer ones.
 
         The state stays: a tail must not see the end of the ledger before it knows the last entry.
         """
         with contextlib.suppress(BkctlError):
             found = await asyncio.to_thread(self.pool.cluster.ledgers.read, self.ledger)
-            metadata = self.metadata._replace(ensembles=found.metadata.ensembles)
-            self.versioned = self.versioned._replace(metadata=metadata)
+            if found.version >= self.versioned.version:  # A writer may have changed them since that read.
+                metadata = self.metadata._replace(ensembles=found.metadata.ensembles)
+                self.versioned = self.versioned._replace(metadata=metadata)
 
     def open_entry(self, body: BytesLike | None, entry_id: int, verify: bool = True) -> LedgerEntry:
         """Return the entry in a bookie's answer. Raises DigestMismatch, ProtocolError, without `verify` Corrupt."""

@@ -945,6 +945,39 @@ async def test_a_tail_reads_entries_of_an_ensemble_before_its_watch_reports_it(f
                 assert [(await anext(entries)).payload for _ in range(4)] == [b"2", b"3", b"4", b"5"]
 
 
+async def test_a_late_answer_of_the_store_does_not_undo_an_ensemble_change(fake_cluster, monkeypatch):
+    """A read looks for its entry in the metadata while the writer changes the ensemble."""
+
+    def read_late(ledger):
+        found = read(ledger)
+        has_read.set()
+        may_answer.wait(LIMIT_S)
+        return found
+
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledgers = cluster.cluster.ledgers
+        read, has_read, may_answer = ledgers.read, threading.Event(), threading.Event()
+        writer = await client.create_ledger(ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
+        for i in range(4):
+            await writer.add(b"%d" % i)
+        failing = cluster.bookie(writer.metadata.last_fragment.bookies[0])
+        failing.fault = lambda request: Status.EIO
+        monkeypatch.setattr(ledgers, "read", read_late)
+        reading = asyncio.create_task(collect(writer.read(0, 0)))
+        assert await asyncio.to_thread(has_read.wait, LIMIT_S)
+        for i in range(4, 8):
+            await writer.add(b"%d" % i)
+        may_answer.set()
+        with pytest.raises(BkctlError, match="EIO"):
+            await reading
+        monkeypatch.undo()
+        failing.fault = lambda request: None
+        await writer.close()
+        assert [each.first_entry_id for each in cluster.metadata(writer.ledger).ensembles] == [0, 4]
+        reader = await client.open_ledger(writer.ledger_id)
+        assert [entry.payload for entry in await collect(reader.read(0, 7))] == [b"%d" % i for i in range(8)]
+
+
 # Scopes and bookies without them.
 
 
