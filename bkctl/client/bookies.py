@@ -185,8 +185,7 @@ class BookieChannel:
             self._error = error
             self._pool.forget_address(self.bookie_id)
             if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+                self._connection.close()  # `send_run` counts the loss.
             self.failed(connecting=True)
             self._fail_waiting(error)
         finally:

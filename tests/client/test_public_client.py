@@ -13,6 +13,7 @@ from support.waiting import LIMIT_S
 
 from bkctl import BookKeeper, DigestType, LedgerId, LedgerState, Protocol, WriteFlag
 from bkctl.client import writer as writing
+from bkctl.client.bookies import BACK_OFF_S_MIN
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -25,10 +26,12 @@ from bkctl.errors import (
     Unauthorized,
     UsageError,
 )
+from bkctl.protocol.connection import SCOPE_PROBE
 from bkctl.protocol.messages import (
     AddRequest,
     BatchReadRequest,
     ForceLedgerRequest,
+    ReadLacRequest,
     ReadRequest,
     Status,
     WriteLacRequest,
@@ -316,6 +319,29 @@ async def test_deferred_sync_does_not_confirm_what_a_restart_may_have_lost(fake_
         with pytest.raises(BookieUnavailable, match="restart"):
             await writer.close()
         assert cluster.metadata(writer.ledger).last_entry_id == 1
+
+
+async def test_a_connection_lost_while_it_is_asked_for_scopes_may_have_lost_entries(fake_cluster):
+    def restart(request):
+        if getattr(request, "ledger", None) != SCOPE_PROBE:
+            return None
+        bookie.fault = lambda request: None
+        bookie.ledgers.clear()
+        return Fault.DISCONNECT
+
+    async with fake_cluster(1) as cluster, cluster.client() as client:
+        bookie = cluster.bookies[0]
+        writer = await client.create_ledger(
+            ensemble_size=1, write_quorum_size=1, ack_quorum_size=1, write_flags=WriteFlag.DEFERRED_SYNC
+        )
+        for _ in range(5):
+            await writer.add(b"lost")
+        bookie.fault = restart
+        with pytest.raises(BookieUnavailable):
+            await client.pool.channel("b0").send(ReadLacRequest(LedgerId(7, 1)), scoped=True)
+        await asyncio.sleep(BACK_OFF_S_MIN)
+        with pytest.raises(BookieUnavailable, match="restart"):
+            await writer.force()
 
 
 async def test_all_waiters_of_a_handle_go_on_with_changed_metadata(fake_cluster):
