@@ -65,7 +65,7 @@ class WriteHandle(Handle):
     @property
     def last_add_confirmed(self) -> int:
         """Id of the last acknowledged entry, with DEFERRED_SYNC of the last forced one; -1: none."""
-        return self._pipeline.lac
+        return self._pipeline.lac if self._deferred_sync else self._pipeline.last_add_confirmed
 
     @property
     def last_add_pushed(self) -> int:
@@ -126,7 +126,7 @@ class WriteHandle(Handle):
         last error when the ack quorum is not reached.
         Source: PendingWriteLacOp.
         """
-        access, lac = self._access, self.last_add_confirmed
+        access, lac = self._access, self._pipeline.lac
         if lac < 0:
             return
         request = WriteLacRequest(self.ledger, lac, access.digest.master_key, access.digest.seal_lac(lac))
@@ -190,7 +190,7 @@ class WriteHandle(Handle):
     async def _flush_and_close(self) -> None:
         try:
             await self._pipeline.flush()
-            if self._pipeline.last_add_confirmed > self._pipeline.lac:
+            if self._pipeline.last_add_confirmed > self.last_add_confirmed:
                 await self.force()
         except BkctlError as error:  # close() raises it
             await self._pipeline.close(error)
@@ -199,7 +199,7 @@ class WriteHandle(Handle):
     async def _close(self) -> None:
         await self._pipeline.close(_ClosedByUs(f"Ledger {self.ledger} is closed"))
         access, ledgers = self._access, self._access.pool.cluster.ledgers
-        last_entry_id = self._pipeline.lac
+        last_entry_id = self.last_add_confirmed
         length = self._forced_length if self._deferred_sync else self._pipeline.length_confirmed
         if isinstance(self._pipeline.error, (LedgerFenced, LedgerClosed)) and not isinstance(
             self._pipeline.error, _ClosedByUs

@@ -12,6 +12,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.client.ensemble import with_fragment
 from bkctl.client.recovery import RecoveryLoss
+from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import (
     BkctlError,
     LedgerFenced,
@@ -24,7 +25,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.entry import read_entry_header
 from bkctl.formats.metadata import LedgerState
-from bkctl.protocol.messages import AddRequest, Protocol, ReadRequest, Status
+from bkctl.protocol.messages import AddRequest, ForceLedgerRequest, Protocol, ReadRequest, Status
 
 
 async def collect(entries):
@@ -90,6 +91,23 @@ async def test_entries_that_a_recovery_adds_again_confirm_no_more_than_before(fa
         adds = [each for bookie in cluster.bookies for each in bookie.received if isinstance(each, AddRequest)]
         assert {add.entry_id for add in adds} == set(range(400))
         assert {read_entry_header(bytes(add.body)).last_add_confirmed for add in adds} == {-1}
+
+
+@pytest.mark.parametrize("fault", [Status.EIO, Fault.SILENCE])
+async def test_a_handle_that_adds_again_needs_no_force_to_close(fake_cluster, fault):
+    """An unfinished copy is resumed so; a bookie beyond the ack quorum may be ill."""
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        first = await client.create_ledger_adv(5, ledger_scope_id=7)
+        await asyncio.gather(*(first.add(b"%d." % number) for number in range(4)))
+        cluster.bookies[2].fault = lambda request: fault if type(request) is ForceLedgerRequest else None
+        async with cluster.client(timeout_s=1) as other:
+            access = other.access(first.ledger, cluster.cluster.ledgers.read(first.ledger))
+            async with WriteHandle(access, own_entry_ids=False, recovery=True) as resumed:
+                await asyncio.gather(*(resumed.add(b"%d." % number) for number in range(10)))
+                assert resumed.last_add_confirmed == 9
+        metadata = cluster.metadata(first.ledger)
+        assert (metadata.state, metadata.last_entry_id, metadata.length) == (LedgerState.CLOSED, 9, 20)
+        assert not any(type(request) is ForceLedgerRequest for bookie in cluster.bookies for request in bookie.received)
 
 
 async def test_an_entry_on_one_bookie_only_is_made_safe_or_dropped_never_halved(fake_cluster):
