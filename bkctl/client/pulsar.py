@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.client.ledger_survey import fewest_replicas
 from bkctl.disk import Closing
-from bkctl.errors import BkctlError, Conflict, EntryNotFound, LedgerNotFound, NotFound, UsageError
+from bkctl.errors import BkctlError, Conflict, Corrupt, EntryNotFound, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.managed_ledger import parse_message
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import list_ledgers
@@ -403,7 +403,7 @@ class Inventory(Closing):
         return Named(ledger_id, role, part, count, size_bytes, ctime_ms, None, facts)
 
     def _cursor(self, cursor: CursorNode, ledgers: list[Named], ends: Mapping[int, End | BkctlError]) -> CursorState:
-        position, compacted, error = cursor.position, cursor.compacted_ledger_id(), None
+        position, compacted = cursor.position, cursor.compacted_ledger_id()
         deleted = list(cursor.info.individualDeletedMessages)
         words: list[Any] = []  # Since 4.0, a bit for each entry.
         if cursor.ledger_id is not None:
@@ -438,7 +438,7 @@ class Inventory(Closing):
                 each.upperEndpoint.entryId - each.lowerEndpoint.entryId for each in deleted
                 if each.upperEndpoint.ledgerId == each.lowerEndpoint.ledgerId >= position[0]
             ))  # fmt: skip
-        return CursorState(cursor, position, backlog, compacted, error)
+        return CursorState(cursor, position, backlog, compacted)
 
     def name_schemas(self) -> Iterator[PulsarFinding]:
         """Yield the schemas with versions whose ledger does not exist. Their ledgers count as named."""
@@ -662,7 +662,12 @@ async def _read_end(bookkeeper: BookKeeper, ledger_id: int) -> End:
 def _position(payload: bytes, cursor: CursorNode) -> PositionInfo:
     from bkctl.formats.managed_ledger_pb2 import PositionInfo
 
-    return parse_message(PositionInfo, payload, f"position of cursor {cursor.subscription}")
+    what = f"position of cursor {cursor.subscription}"
+    info = parse_message(PositionInfo, payload, what)
+    wrong = [each.value for each in info.properties if each.name == COMPACTED_PROPERTY and each.value < 0]
+    if wrong:
+        raise Corrupt(f"{what} names the impossible ledger {wrong[0]}")
+    return info
 
 
 def totals(topics: Iterable[TopicState], name_of: Callable[[TopicNode], str]) -> Iterator[Total]:
