@@ -466,6 +466,9 @@ class Inventory(Closing):
                 continue
             if kind == "compacted-ledger" and self._is_in_flight(ctime_ms, is_closed):
                 continue
+            if isinstance(attempt(self.nodes.path, MANAGED_LEDGERS, owner), BkctlError):
+                self.errors.append(Corrupt(f"ledger {ledger_id} names an impossible owner: {owner!r}"))
+                continue
             what = f"cursor {part}" if kind == "cursor" else kind
             open_text = "" if is_closed else "; it is not closed, so its size is not known"
             yield PulsarFinding(

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, tee
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
 from bkctl.disk import Closing
 from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound, Unreachable, UsageError
@@ -60,9 +60,16 @@ class AbsolutePath(str):
     """The path of another program's node, from the top of the store: `/managed-ledgers`. Only for reading.
 
     It is found without nodes for its parents: in etcd Pulsar writes none. In SQLite the path is below the root.
+    Raises UsageError for a path that no node can have.
     """
 
     __slots__ = ()
+
+    def __new__(cls, path: str) -> Self:
+        if (path != "/" and not _RESERVED_NAMES.isdisjoint(path.split("/")[1:])) or _UNPRINTABLE.search(path):
+            hint = "its parts are not empty, '.' or '..', and have no control characters"
+            raise UsageError(f"Not a path of the metadata store: {path!r}", hint=hint)
+        return super().__new__(cls, path)
 
 
 class Versioned(NamedTuple, Generic[T]):

@@ -291,6 +291,38 @@ def test_a_ledger_whose_owner_has_a_damaged_name_is_no_orphan(cli: Cli, pulsar: 
     assert cli("pulsar", "orphans", "--pause", "0s").code == 0
 
 
+@pytest.mark.parametrize(
+    "custom",
+    [
+        messages_of("../x"),
+        messages_of("t/n/persistent/x\1"),
+        compacted_of("persistent://t/n/.."),
+        bucket_of("t/./x", "c", "k"),
+        schema_of(".."),
+    ],
+)
+def test_a_ledger_whose_owner_has_an_impossible_name_is_no_orphan(
+    cli: Cli, pulsar: PulsarStore, custom: dict[str, bytes]
+) -> None:
+    pulsar.ledger(20, custom)
+    pulsar.ledger(21, messages_of(ORDERS))
+    found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")
+    assert [(row["code"], row["ledgerId"]) for row in found.rows] == [("orphan", "21"), ("unreadable", None)]
+    assert "ledger 20 names an impossible owner" in found.rows[1]["message"]
+    found = cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s")
+    assert (found.code, "ledger 20 names an impossible owner" in found.err) == (3, True)
+    left = {ledger.ledger_id for ledger in pulsar.cluster.ledgers.ledgers(0)}
+    assert (20 in left, 21 in left) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("topic", "persistent://t/n/.."), ("topics", ".."), ("topics", "--pulsar-root", "/a/../b")]
+)
+def test_relative_names_and_paths_are_refused(cli: Cli, pulsar: PulsarStore, arguments: tuple[str, ...]) -> None:
+    refused = cli("pulsar", *arguments)
+    assert (refused.code, "Not a path of the metadata store" in refused.err) == (2, True)
+
+
 def test_deeply_nested_text_is_a_damaged_topic(cli: Cli, pulsar: PulsarStore) -> None:
     pulsar.put(f"managed-ledgers/{ORDERS}", b"ledgerInfo " + b"{ ledgerInfo " * 5000)
     found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")

@@ -13,7 +13,7 @@ import pytest
 from support.waiting import eventually
 
 from bkctl.errors import AlreadyExists, Conflict, MetadataVersionConflict, NotFound, Unreachable, UsageError
-from bkctl.metadata.store import NEW, PATH_LENGTH_MAX, RACKS, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore
+from bkctl.metadata.store import NEW, PATH_LENGTH_MAX, RACKS, VALUE_SIZE_BYTES_MAX, AbsolutePath, Claim, MetadataStore
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -399,6 +399,12 @@ def test_every_call_after_close_is_unreachable(backend: Any) -> None:
         store.get("node")
     with pytest.raises(Unreachable):
         store.put("node", b"", None)
+
+
+@pytest.mark.parametrize("path", ["/.", "/a/../b", "/..", "/a//b", "/a/", "/a\x01"])
+def test_malformed_path_of_another_program_is_refused(store: MetadataStore, path: str) -> None:
+    with pytest.raises(UsageError, match="Not a path of the metadata store"):
+        store.get(AbsolutePath(path))
 
 
 @pytest.mark.parametrize("path", ["/", "/node", "node/", "a//b", ".", "a/../b", "a\0b", "a\nb", "x" * 2000, "\ud800"])
