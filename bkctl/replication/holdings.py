@@ -230,18 +230,19 @@ def ok_to_stop(
     *,
     replica_count_min: int | None = None,
     under_quorum: set[LedgerId] | None = None,
+    silent: Collection[str] = (),
 ) -> Iterator[StopProblem]:
     """Yield the ledgers that would suffer, as `Risk` says, if `bookie_ids` stopped now, in order.
 
     A ledger that is not closed also needs the answers of its last ensemble that opening and recovery need. A replica
     counts while its bookie is registered, serves the ledger's scope, and is not marked as missing by auto-recovery.
     `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack quorum). With
-    `under_quorum`, ledgers with fewer are put there instead: a restart leaves them as they must be. Raise UsageError,
-    NotFound without a cluster.
+    `under_quorum`, ledgers with fewer are put there instead: a restart leaves them as they must be. `silent` bookies
+    count as down, although they are registered. Raise UsageError, NotFound without a cluster.
     """
     if replica_count_min is not None and replica_count_min < 1:
         raise UsageError(f"Cannot require {replica_count_min} replicas", hint="give 1 or more")
-    bookies = cluster.bookies.list(include_down=False)
+    bookies = bookies_up(cluster, silent)
     staying = {bookie.bookie_id: bookie for bookie in bookies if bookie.bookie_id not in bookie_ids}
     replacements = Replacements(bookies, bookie_ids)
     mark_of = LedgerMarks(cluster.store).cursor()
@@ -277,6 +278,11 @@ def ok_to_stop(
                 )  # fmt: skip
 
 
+def bookies_up(cluster: Cluster, silent: Collection[str] = ()) -> list[RegisteredBookie]:
+    """Return the registered bookies but the `silent` ones."""
+    return [each for each in cluster.bookies.list(include_down=False) if each.bookie_id not in silent]
+
+
 def _live(
     staying: Mapping[str, RegisteredBookie], ledger: LedgerId, mark: UnderreplicatedLedger | None
 ) -> frozenset[str]:
@@ -297,12 +303,12 @@ def is_covered(schedule: RoundRobinDistributionSchedule, ensemble: tuple[str, ..
 class StopSets:
     """The sets of bookies that may stop together, by the metadata of all ledgers, as `ok_to_stop` judges them.
 
-    `replica_count_min` is as for `ok_to_stop`. Memory: one item for each different write set. Raise the error of
-    metadata that is unreadable, NotFound without a cluster.
+    `replica_count_min` and `silent` are as for `ok_to_stop`. Memory: one item for each different write set. Raise the
+    error of metadata that is unreadable, NotFound without a cluster.
     """
 
-    def __init__(self, cluster: Cluster, *, replica_count_min: int | None = None) -> None:
-        self._bookies = {bookie.bookie_id: bookie for bookie in cluster.bookies.list(include_down=False)}
+    def __init__(self, cluster: Cluster, *, replica_count_min: int | None = None, silent: Collection[str] = ()) -> None:
+        self._bookies = {bookie.bookie_id: bookie for bookie in bookies_up(cluster, silent)}
         #: For each write set with entries: its bookies, the ones whose replicas count, and how many must remain.
         self._write_sets: set[tuple[frozenset[str], frozenset[str], int]] = set()
         #: The last ensembles of ledgers that are not closed, their bookies that answer, whether they are scoped.

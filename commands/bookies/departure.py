@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
-from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
-from bkctl.errors import BkctlError, Conflict, TimedOut, UsageError
+from bkctl.columns import TEXTS, Column, Columns, Kind, some_of, value_at
+from bkctl.errors import BkctlError, Conflict, TimedOut, Unreachable, UsageError
 from bkctl.ids import LedgerId, LedgerIdSet, check_bookie_id
 
 from ..kit.columns import Output, PlainRow, fields
@@ -672,8 +672,8 @@ def show_stop_risks(
     remain), `unrecoverable` (a ledger that is not closed could be neither opened nor recovered: of each write set of
     its last ensemble, write quorum - ack quorum + 1 bookies must answer), `unwritable` (the writer would find no
     replacement), `under-quorum` (fewer replicas than --min-replicas, or than the ledger's ack quorum with --for-good).
-    Replicas on bookies that are down, or marked as missing by auto-recovery, do not count. Exit code 3 if there are any
-    such ledgers.
+    Asks the other registered bookies. Replicas on bookies that are down, that do not answer within 5 seconds, or that
+    auto-recovery has marked as missing, do not count. Exit code 3 if there are any such ledgers.
 
     With --max, adds bookies as long as every ledger stays as required and one writable bookie remains: the steps of a
     rolling restart. If the given bookies may not stop, shows the risks.
@@ -688,20 +688,22 @@ def show_stop_risks(
     names = bookie_ids(bookies or ()) if bookies or not largest else []
     restarts = not for_good and min_replicas is None
     check_known(run.cluster, names)
-    if largest and _show_together(run, names, 1 if restarts else min_replicas):
-        return
     under_quorum = set[LedgerId]() if restarts else None
     look = partial(ok_to_stop, run.cluster, names, replica_count_min=min_replicas, under_quorum=under_quorum)
     if watch is not None:
+        note = cache(run.out.note)  # says each text once
         run.out.watch(
-            watch, look, RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
+            watch, lambda: look(silent=_silent(run, names, note)), RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
             key=attrgetter("ledger", "risk", "first_entry_id"),
         )  # fmt: skip
+    silent = _silent(run, names, run.out.note)
+    if largest and _show_together(run, names, 1 if restarts else min_replicas, silent):
+        return
     with run.job.working("Looking at the ledgers"):
-        count = run.out.render(look(), RISK_COLUMNS, findings=True)
+        count = run.out.render(look(silent=silent), RISK_COLUMNS, findings=True)
     who = names[0] if len(names) == 1 else f"These {len(names)} bookies"
     if not count:
-        run.out.note(f"{who} may {'restart' if restarts else 'stop'}; {_remaining_text(run, names)}")
+        run.out.note(f"{who} may {'restart' if restarts else 'stop'}; {_remaining_text(run, names, silent)}")
     if under_quorum:
         run.out.note(
             f"Not for good: {counted(len(under_quorum), 'ledger')} would have fewer replicas than the "
@@ -710,14 +712,32 @@ def show_stop_risks(
     run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
 
 
-def _remaining_text(run: Run, leaving: Collection[str]) -> str:
-    """Return the state of the cluster without the bookies `leaving`."""
-    up = run.cluster.bookies.list(include_down=False)
-    left = sum(each.state == "rw" and each.bookie_id not in leaving for each in up)
+def _silent(run: Run, leaving: Collection[str], note: Callable[[str], None]) -> list[str]:
+    """Return the registered bookies but `leaving` that do not answer, and tell `note` of them. A bundle has none."""
+    if run.bundled is not None:
+        return []
+    from bkctl.client.disk_space import WAIT_S, BookieSpace, disk_space
+    from bkctl.replication.holdings import bookies_up
+
+    found, ask = list[BookieSpace](), partial(disk_space, bookies=bookies_up(run.cluster, leaving), wait_s=WAIT_S)
+    with run.job.working("Asking the bookies"):
+        run.job.take_each(run.access.bookkeeper(run.cluster), ask, found.append)
+    problems = {each.bookie.bookie_id: each.error.message for each in found if isinstance(each.error, Unreachable)}
+    if problems:
+        what = "registered bookie does not answer, and counts", "registered bookies do not answer, and count"
+        note(f"{counted(len(problems), *what)} as down: {some_of([*problems.values()])}")
+    return [*problems]
+
+
+def _remaining_text(run: Run, leaving: Collection[str], silent: Collection[str]) -> str:
+    """Return the state of the cluster without the bookies `leaving` and `silent`."""
+    from bkctl.replication.holdings import bookies_up
+
+    left = sum(each.state == "rw" for each in bookies_up(run.cluster, {*leaving, *silent}))
     return f"{counted(left, 'writable bookie')} would remain, and ledgers with larger ensembles could not be created"
 
 
-def _show_together(run: Run, names: list[str], replica_count_min: int | None) -> bool:
+def _show_together(run: Run, names: list[str], replica_count_min: int | None, silent: Collection[str]) -> bool:
     """Print the largest set with `names` in it that may stop; False if they may not, which needs their risks.
 
     Raises FindingsError if no name is given, and no bookie may stop.
@@ -727,12 +747,12 @@ def _show_together(run: Run, names: list[str], replica_count_min: int | None) ->
     bookies = run.cluster.bookies.list()
     racks = find_racks(run, bookies)
     with run.job.working("Looking at the ledgers"):
-        found = StopSets(run.cluster, replica_count_min=replica_count_min).largest(names, racks)
+        found = StopSets(run.cluster, replica_count_min=replica_count_min, silent=silent).largest(names, racks)
     if names and not found:
         return False
     rows = (PlainRow(bookie_id=name, rack=racks.get(name), given=name in names) for name in found)
     run.out.render(rows, TOGETHER_COLUMNS, findings=True)
     run.out.finish_with(not found, "finding: no bookie may stop now", "")
     together = f"{counted(len(found), 'bookie')} may stop together, and no other one with them"
-    run.out.note(f"{together}; {_remaining_text(run, found)}")
+    run.out.note(f"{together}; {_remaining_text(run, found, silent)}")
     return True

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from client.fakes import FakeBookie, FakeCluster, Fault
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.bookies.departure import move_columns
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
+from bkctl.commands.kit.printer import Printer
 from bkctl.commands.kit.table import SAMPLE_ROWS
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
@@ -22,10 +27,13 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks
-from bkctl.replication.holdings import LedgerMove, MoveOutcome, MovePlan
+from bkctl.protocol.messages import Status
+from bkctl.replication.holdings import LedgerMove, MoveOutcome, MovePlan, Risk, StopProblem
 
 from .conftest import Cli
 
+#: Nothing listens at its port.
+UNSERVED = BookieServiceInfo((BookieEndpoint("bookie", 9, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
 OUTPUTS = ("table", "json", "ndjson", "csv", "id")
 
 
@@ -37,8 +45,7 @@ def metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
     fragments = (Fragment(0, ("a", "b", "c")), Fragment(10, ("a", "d", "c")))
     with open_cluster(uri, create=True) as cluster:
         for name in "abcd":
-            info = BookieServiceInfo((BookieEndpoint("bookie", 9, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
-            cluster.bookies.register(name, info)
+            cluster.bookies.register(name, UNSERVED)
         cluster.cookies.write("e", Cookie("e", ("/j",), ("/l",), "i"), NEW)
         for scope in (0, 7):
             cluster.ledgers.create(
@@ -46,6 +53,23 @@ def metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
                 LedgerMetadata(3, 2, 2, DigestType.CRC32C, b"secret", fragments, LedgerState.CLOSED, 3000, 29),
             )
         yield cluster
+
+
+@pytest.fixture
+def bookies(metadata: Cluster) -> Iterator[dict[str, FakeBookie]]:
+    """Bookies a to d of `metadata`, which answer."""
+    loop, served = asyncio.new_event_loop(), {name: FakeBookie(name) for name in "abcd"}
+    for bookie in served.values():
+        loop.run_until_complete(bookie.start())
+        FakeCluster(metadata).register(bookie)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield served
+    for bookie in served.values():
+        asyncio.run_coroutine_threadsafe(bookie.stop(), loop).result(LIMIT_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 def test_query_shows_the_fragments_on_bookies(cli: Cli, metadata: Cluster) -> None:
@@ -216,7 +240,8 @@ def test_a_resume_file_of_other_bookies_is_refused(cli: Cli, metadata: Cluster, 
     assert metadata.ledgers.read(LedgerId(7, 5)).version == 0
 
 
-def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli, metadata: Cluster) -> None:
+@pytest.mark.usefixtures("bookies")
+def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli) -> None:
     alone = cli("bookies", "ok-to-stop", "a", "--for-good", "-o", "ndjson")
     assert alone.code == 3
     assert {(row["ledgerScopeId"], row["risk"], row["replicasLeft"]) for row in alone.rows} == {
@@ -238,6 +263,7 @@ def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli, metadata: Cluster) -> N
         assert cli("bookies", "ok-to-stop", "a", "c", "-o", output).code == 3
 
 
+@pytest.mark.usefixtures("bookies")
 def test_ok_to_stop_proposes_the_largest_set(cli: Cli, metadata: Cluster) -> None:
     """Two replicas of each entry on a, b, c and a, d, c: of neighbours one may stop, so b and d, or one of a and c."""
 
@@ -274,6 +300,69 @@ def test_ok_to_stop_proposes_the_largest_set(cli: Cli, metadata: Cluster) -> Non
     assert row == {"bookieId": "d", "rack": "/r1", "given": True}
 
 
+@pytest.mark.parametrize("fault", [Fault.SILENCE, Fault.DISCONNECT, "unreachable"])
+def test_replicas_on_registered_bookies_that_do_not_answer_do_not_count(
+    cli: Cli, metadata: Cluster, bookies: dict[str, FakeBookie], fault: Fault | str
+) -> None:
+    """Two replicas of each entry on a, b, c and a, d, c: without c, none of the others may stop."""
+    if isinstance(fault, Fault):
+        bookies["c"].fault = lambda request: fault
+    else:
+        metadata.bookies.register("c", UNSERVED)
+    note = "1 registered bookie does not answer, and counts as down: Bookie c "
+    for words in (("a",), ("a", "--for-good"), ("a", "--max"), ("b",)):
+        result = cli("bookies", "ok-to-stop", *words, "-o", "ndjson", "--timeout", "1s")
+        lost = [row["message"] for row in result.rows if row["risk"] == "lost"]
+        assert (result.code, note in result.err) == (3, True), words
+        assert lost
+        assert all("c lacks them, or is down" in message for message in lost)
+    none = cli("bookies", "ok-to-stop", "--max", "-o", "ndjson", "--timeout", "1s")
+    assert (none.code, none.out, note in none.err) == (3, "", True)
+    # The bookie itself may stop, and is not asked.
+    alone = cli("bookies", "ok-to-stop", "c", "--timeout", "1s")
+    assert (alone.code, note in alone.err) == (0, False)
+    assert "3 writable bookies would remain" in alone.err
+    down = cli("bookies", "ok-to-stop", "e", "--timeout", "1s")
+    assert (down.code, note in down.err) == (0, True)
+    assert "3 writable bookies would remain" in down.err
+
+
+def test_each_look_of_watch_asks_again(
+    cli: Cli, bookies: dict[str, FakeBookie], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[Risk]] = []
+
+    def watch(self: Printer, seconds: float, look: Callable[[], Iterable[StopProblem]], *_: Any, **__: Any) -> None:
+        looks.append([problem.risk for problem in look()])
+        for _ in range(2):
+            bookies["c"].fault = lambda request: Fault.DISCONNECT
+            looks.append([problem.risk for problem in look()])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Printer, "watch", watch)
+    result = cli("bookies", "ok-to-stop", "a", "--watch", "-o", "ndjson")
+    assert looks == [[], [Risk.LOST, Risk.LOST], [Risk.LOST, Risk.LOST]]
+    assert result.err.count("counts as down: Bookie c ") == 1
+
+
+def test_bookies_that_answer_with_an_error_are_up(cli: Cli, bookies: dict[str, FakeBookie]) -> None:
+    bookies["c"].fault = lambda request: Status.EBADREQ
+    result = cli("bookies", "ok-to-stop", "a")
+    assert (result.code, "does not answer" in result.err) == (0, False)
+    assert "3 writable bookies would remain" in result.err
+
+
+def test_bookies_that_do_not_answer_are_named_up_to_a_bound(cli: Cli, metadata: Cluster) -> None:
+    for number in range(300):
+        metadata.bookies.register(f"gone-{number:03}", UNSERVED)
+    result = cli("bookies", "ok-to-stop", "e")
+    assert result.code == 0
+    assert "304 registered bookies do not answer, and count as down: Bookie a " in result.err
+    assert " and 299 more\n" in result.err
+    assert "0 writable bookies would remain" in result.err
+
+
+@pytest.mark.usefixtures("bookies")
 def test_open_ledgers_keep_enough_bookies_to_write_to(cli: Cli, metadata: Cluster) -> None:
     growing = LedgerMetadata(2, 2, 1, DigestType.CRC32C, b"", (Fragment(0, ("a", "b")),))
     for scope in (0, 7):

@@ -180,6 +180,18 @@ def test_down_marked_and_unscoped_replicas_do_not_count(cluster: Cluster) -> Non
     assert set(risks(cluster, "a")) == {(LedgerId(0, 1), Risk.LOST), (LedgerId(7, 2), Risk.LOST)}
 
 
+def test_silent_bookies_count_as_down(cluster: Cluster) -> None:
+    cluster.ledgers.create(LedgerId(0, 1), ledger((0, "ab"), last=5))
+    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "cd")))
+    for silent, found in (((), []), (("b",), [Risk.LOST]), (("x",), [])):
+        assert [each.risk for each in ok_to_stop(cluster, ["a"], replica_count_min=1, silent=silent)] == found
+        assert StopSets(cluster, replica_count_min=1, silent=silent).allows(["a"]) == (not found)
+    # A silent bookie neither takes over from others, nor is it to be stopped.
+    risks_of_c = [each.risk for each in ok_to_stop(cluster, ["c"], replica_count_min=1, silent="abe")]
+    assert Risk.UNWRITABLE in risks_of_c
+    assert "b" not in StopSets(cluster, replica_count_min=1, silent=["b"]).largest([], {})
+
+
 def test_writer_without_other_bookies_is_unwritable(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), ack_quorum=2))
     cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abcd"), ack_quorum=2))
