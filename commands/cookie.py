@@ -229,12 +229,12 @@ def delete(run: Run, bookies: Annotated[list[str], word("BOOKIE", "The bookies."
 
     $ bkctl cookie delete 10.0.0.1:3181 --dry-run
     """
-    from bkctl.bookie.cookies import check_not_registered, remove_cookies
+    from bkctl.bookie.cookies import remove_cookies
     from bkctl.formats.metadata import Cookie
     from bkctl.metadata.store import attempt
 
     nodes = {bookie: _stored_node(run.cluster, bookie) for bookie in bookies}
-    check_not_registered(run.cluster, bookies)
+    run.cluster.bookies.check_not_registered(bookies)
     with run.job.working("Looking at the ledgers"):
         _check_not_named(run.cluster, bookies)
     hint = "name that bookie, or drop it"

@@ -154,14 +154,6 @@ def cookie_path(bookie_id: str) -> str:
     return f"{COOKIES}/{check_bookie_id(bookie_id)}"
 
 
-def check_not_registered(cluster: Cluster, bookie_ids: Iterable[str]) -> None:
-    """Raise Conflict when one of the bookies is registered: it is running."""
-    for bookie_id in bookie_ids:
-        bookie = cluster.bookies.get(bookie_id)
-        if bookie is not None and bookie.state != "down":
-            raise Conflict(f"Bookie {bookie_id} is registered, so it is running", hint="stop it first")
-
-
 class CookieFinding(NamedTuple):
     """One field of one cookie that differs from the expected value, and what that means.
 
@@ -237,7 +229,7 @@ def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files,
     LegacyCookieValidation with allowStorageExpansion.
     """
     config = config.with_changes(allow_storage_expansion=True)
-    check_not_registered(cluster, [bookie_id])
+    cluster.bookies.check_not_registered([bookie_id])
     stored = cluster.cookies.read(bookie_id)
     if stored is None:
         raise NotFound(f"Bookie {bookie_id} has no cookie", hint="'bkctl cookie list' shows all cookies")
@@ -285,7 +277,7 @@ def rename(
     cookie, AlreadyExists when `new` has another one, Conflict when one of them is running, CookieMismatch for a
     directory of another bookie. Ledger metadata still names `old`.
     """
-    check_not_registered(cluster, [old, new])
+    cluster.bookies.check_not_registered([old, new])
     stored = cluster.cookies.read(old)
     there = cluster.cookies.read(new)
     if stored is None:

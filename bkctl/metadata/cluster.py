@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from bkctl.disk import Closing
-from bkctl.errors import AlreadyExists, Corrupt, NotFound, Unsupported, UsageError, on_error
+from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported, UsageError, on_error
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout, decoded
 from bkctl.ids import check_bookie_id, is_bookie_id
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
@@ -252,6 +252,12 @@ class Registration:
         if read_only is not None:
             return RegisteredBookie(bookie_id, "ro", _service_info(bookie_id, read_only))
         return None if cookie is None else RegisteredBookie(bookie_id, "down", None)
+
+    def check_not_registered(self, bookie_ids: Iterable[str]) -> None:
+        """Raise Conflict if one of the bookies is registered: it is running."""
+        for bookie_id in bookie_ids:
+            if (bookie := self.get(bookie_id)) is not None and bookie.state != "down":
+                raise Conflict(f"Bookie {bookie_id} is registered, so it is running", hint="stop it first")
 
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback()` when bookies come, go or change state; see MetadataStore.watch."""

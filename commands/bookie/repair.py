@@ -316,7 +316,6 @@ def format_bookie(
 
     $ bkctl bookie format --conf bk_server.conf --dry-run
     """
-    from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
     from bkctl.disk import Files
 
@@ -328,7 +327,7 @@ def format_bookie(
         run.out.note("No metadata store is named, so the bookie's registration is not checked")
     cluster = run.cluster if has_store else None
     if cluster is not None:
-        check_not_registered(cluster, [bookie_id])
+        cluster.bookies.check_not_registered([bookie_id])
     run.hold(existing(roles_of(config)))
     if run.dry_run:
         run.out.render(rows, CONTENTS_COLUMNS)

@@ -17,6 +17,7 @@ from support.command_line import CommandLine, environment
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats.journal import LogMark, write_header
+from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.metadata.cluster import open_cluster
 
 from . import files
@@ -309,6 +310,19 @@ def test_init_makes_a_bookie_once(cli: Cli, conf: Path, tmp_path: Path) -> None:
 def test_new_bookie_is_undone(cli: Cli, conf: Path, tmp_path: Path) -> None:
     undo, uri = tmp_path / "undo", f"sqlite://{tmp_path / 'metadata.db'}"
     assert cli("bookie", "init", "--conf", conf, "--undo", undo).code == 0
+    (bookie,) = cli("cookie", "list", "-u", uri, "-o", "id").out.split()
+    with open_cluster(uri) as cluster:
+        cluster.bookies.register(bookie, BookieServiceInfo())
+        for option in ("--dry-run", "--yes"):
+            refused = cli("metadata", "undo", undo, "-u", uri, option)
+            assert (refused.code, f"Bookie {bookie} is registered" in refused.err) == (5, True)
+        cluster.bookies.unregister(bookie)
+    journal = tmp_path / "journal/current/1.txn"
+    journal.touch()
+    refused = cli("metadata", "undo", undo, "-u", uri, "--yes")
+    assert (refused.code, f"{journal.parent} has other files" in refused.err) == (5, True)
+    assert len([*tmp_path.glob("*/current/VERSION")]) == 3
+    journal.unlink()
     undone = cli("metadata", "undo", undo, "-u", uri, "--yes", "-o", "ndjson")
     assert (undone.code, [row["outcome"] for row in undone.rows]) == (0, ["restored"] * 4)
     assert not [*tmp_path.glob("*/current/VERSION")]

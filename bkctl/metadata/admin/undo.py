@@ -38,9 +38,9 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 from bkctl.disk import Closing, Files, make_private_directory
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported, UsageError
 from bkctl.formats.metadata import Cookie, LedgerMetadata
-from bkctl.formats.names import COOKIE_NAME
-from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import Cluster
+from bkctl.formats.names import COOKIE_NAME, CURRENT
+from bkctl.ids import LedgerId, is_bookie_id
+from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, StoredValue, Versioned, attempt, check_path
 from bkctl.metadata.uri import parse_uri
 
@@ -59,6 +59,7 @@ _SHARED: Final = re.compile(
     "LAYOUT|layout|INSTANCEID|instanceid|available(/readonly)?|bookies(/(writable|readonly))?|cookies|ledgers|buckets"
     "|scopes|idgen(-long)?|underreplication((/scopes)?(/(LAYOUT|ledgers|locks|auditorelection))?)"
 )
+_COOKIES: Final = f"{COOKIES}/"
 #: Commands of `metadata` that exchange the names of bookies, or whole values, and move no entries.
 _BYTES_ONLY: Final = frozenset(("import", "migrate", "replace-bookie", "undo"))
 
@@ -374,8 +375,9 @@ def undo(
     Nodes changed since stay unchanged ("changed"). So do ledgers whose entries a command moved, since the bookies of
     before may have deleted their copies, and those whose bookies of before say that they lack entries ("moved").
     Memory grows by 8 bytes a change, in a dry run by the values. Raises before the first change: Conflict for an undo
-    file of another store, or with changes of files of another host; Corrupt for another kind of file, and for damaged
-    or missing lines; Unsupported for a later version. Raises OSError, and the store's errors.
+    file of another store, or with changes of files of another host, or that takes away or replaces the cookie of a
+    registered bookie or of a directory with other files; Corrupt for another kind of file, and for damaged or missing
+    lines; Unsupported for a later version. Raises OSError, and the store's errors.
     """
     with open(path, "rb") as file:
         header = _parse(file.readline(LINE_SIZE_BYTES_MAX), f"{path}: line 1")
@@ -399,6 +401,8 @@ def undo(
             return ledger is not None and lacks_entries is not None and lacks_entries(ledger, *changed)
 
         starts = array("q")
+        #: Of each node of a cookie whether its changes left one, which their undoing takes away or replaces.
+        cookies: dict[str, list[bool]] = {}
         at, count = file.tell(), 0
         while line := file.readline(LINE_SIZE_BYTES_MAX):
             if not line.endswith(b"\n"):
@@ -407,18 +411,26 @@ def undo(
                 break  # An incomplete line of a killed command: its change was never made.
             where = f"{path}: the line at byte {at}"
             fields = _parse(line, where)
-            if isinstance(fields.get("void"), str):
+            if isinstance(voided := fields.get("void"), str):
                 count -= 1
+                if left := cookies.get(voided):
+                    left.pop()
             elif "changes" in fields:
                 if fields["changes"] != count:
                     raise Corrupt(f"{path} has {count} of {fields['changes']} changes: lines are missing or damaged")
             elif fields.get("end") is not True:
-                _change_in(fields, where)
+                name, before, after = _change_in(fields, where)
                 count += 1
                 if "file" in fields and described.host != os.uname().nodename:
                     raise Conflict(f"{where} changes a file of {described.host}", hint="run it on that host")
+                if "file" in fields and before is None:
+                    _check_unused(Path(name))
+                elif "path" in fields and name.startswith(_COOKIES):
+                    cookies.setdefault(name, []).append(after is not None)
             starts.append(at)
             at += len(line)
+        lost = (place.removeprefix(_COOKIES) for place, left in cookies.items() if any(left))
+        cluster.bookies.check_not_registered(filter(is_bookie_id, lost))
         store = cluster.store
         if redo is not None:
             redo.undoes, store = path, redo.recorded().store
@@ -450,6 +462,16 @@ def _of_another_store(file: UndoFileSummary, cluster: Cluster) -> Conflict:
         "another store: a copy of the cluster, or the same store at another address",
         hint="name the store of the file with -u; if it has moved since, with all its nodes, add --store-moved",
     )
+
+
+def _check_unused(file: Path) -> None:
+    """Raise Conflict if the cookie at `file` is that of a directory with other files. Raises OSError."""
+    is_cookie = file.parts[-2:] == (CURRENT, COOKIE_NAME) and file.exists()
+    if is_cookie and any(each.name != COOKIE_NAME for each in file.parent.iterdir()):
+        raise Conflict(
+            f"{file.parent} has other files than the cookie that would be removed",
+            hint="'bkctl bookie format' removes the data of a bookie that is no longer needed",
+        )
 
 
 def _is_shared(path: str, expected: int | None = NEW) -> bool:

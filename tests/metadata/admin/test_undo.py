@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unauthorized, Unsupported
 from bkctl.formats.entry import DigestType
-from bkctl.formats.metadata import Fragment, LedgerMetadata
+from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.undo import UndoFile, describe_undo_file, end_undos, list_undo_files, undo
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
@@ -102,6 +102,56 @@ def test_undo_restores_files_only_on_their_host(
         outcomes(cluster, other)
     assert outcomes(cluster, path) == [(str(new), "restored"), (str(old), "restored")]
     assert (old.read_bytes(), new.exists()) == (b"1", False)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("before", [None, b"1"], ids=["takes away", "replaces"])
+def test_undo_keeps_the_cookie_of_a_registered_bookie(
+    cluster: Cluster, tmp_path: Path, before: bytes | None, read_only: bool, dry_run: bool
+) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, []) as kept:
+        store = kept.recorded().store
+        for place in ("cookies/b:1", "a"):
+            if before is not None:
+                cluster.store.put(place, before, NEW)
+            store.put(place, b"2", None)
+    cluster.bookies.register("b:1", BookieServiceInfo(), read_only)
+    with pytest.raises(Conflict, match="Bookie b:1 is registered, so it is running; stop it first"):
+        outcomes(cluster, path, dry_run=dry_run)
+    assert [value(cluster, place) for place in ("cookies/b:1", "a")] == [b"2", b"2"]
+    cluster.bookies.unregister("b:1")
+    assert {outcome for _, outcome in outcomes(cluster, path, dry_run=dry_run)} == {"restored"}
+
+
+def test_undo_gives_a_registered_bookie_its_cookie_again(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    cluster.store.put("cookies/b:1", b"1", NEW)
+    with UndoFile(path, cluster, []) as kept:
+        store = kept.recorded().store
+        store.delete("cookies/b:1")
+        with pytest.raises(NotFound):
+            store.put("cookies/b:1", b"3", 5)  # void
+    cluster.bookies.register("b:1", BookieServiceInfo())
+    assert outcomes(cluster, path) == [("cookies/b:1", "restored")]
+    assert value(cluster, "cookies/b:1") == b"1"
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_undo_removes_no_cookie_beside_files_of_a_bookie(cluster: Cluster, tmp_path: Path, dry_run: bool) -> None:
+    path, file = tmp_path / "undo", tmp_path / "current" / "VERSION"
+    file.parent.mkdir()
+    with UndoFile(path, cluster, []) as kept:
+        kept.recorded().store.put("a", b"2", None)
+        kept.record_file(file, b"3")
+        file.write_bytes(b"3")
+    (file.parent / "0.log").touch()
+    with pytest.raises(Conflict, match=f"{file.parent} has other files than the cookie"):
+        outcomes(cluster, path, dry_run=dry_run)
+    assert (file.exists(), value(cluster, "a")) == (True, b"2")
+    (file.parent / "0.log").unlink()
+    assert {outcome for _, outcome in outcomes(cluster, path, dry_run=dry_run)} == {"restored"}
 
 
 def test_undo_file_is_created_by_the_first_change_and_never_overwrites(cluster: Cluster, tmp_path: Path) -> None:
