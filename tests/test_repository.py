@@ -91,6 +91,7 @@ def test_the_source_archive_has_what_its_readme_names(tmp_path: Path) -> None:
         if name.parts[0] not in ("tests", "benchmarks") or name.match("tests/*.py"):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, tmp_path / name)
+    (tmp_path / "image/token").write_text("secret")
     build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, check=True)
     (archive,) = (tmp_path / "dist").iterdir()
@@ -101,6 +102,15 @@ def test_the_source_archive_has_what_its_readme_names(tmp_path: Path) -> None:
     sources = {str(path.relative_to(ROOT)) for path in tracked() if path.suffix in (".c", ".h", ".proto")}
     assert sources - names == set()
     assert not [name for name in names if name.startswith("tests")]
+    assert "image/token" not in names
+
+
+def test_secrets_that_the_documents_place_in_the_checkout_are_ignored() -> None:
+    tracked()  # skips without git
+    secrets = re.findall(r"^ +file: (image/token)$", (ROOT / "compose.yaml").read_text(), re.MULTILINE)
+    written = [name for page in ROOT.glob("docs/**/*.md") for name in re.findall(r">(\w+/\w+)", page.read_text())]
+    ignored = subprocess.run(["git", "check-ignore", *secrets], cwd=ROOT, capture_output=True, text=True)
+    assert ignored.stdout.split() == secrets == written == ["image/token"]
 
 
 PAGES = [
