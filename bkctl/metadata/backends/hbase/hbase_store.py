@@ -14,7 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
 from typing import Any, Final, TypeVar
 
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
+from bkctl.errors import (
+    AlreadyExists,
+    BkctlError,
+    Conflict,
+    MetadataVersionConflict,
+    NotFound,
+    Unauthorized,
+    Unsupported,
+    UsageError,
+)
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
@@ -144,7 +153,7 @@ class HBaseStore(ZooKeeperStore):
     def _put_rows(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         try:
             return self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
-        except NotFound as error:  # of the table
+        except (NotFound, Unauthorized) as error:  # of the table
             return [error] * len(nodes)
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:

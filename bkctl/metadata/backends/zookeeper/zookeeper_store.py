@@ -27,7 +27,16 @@ from kazoo.exceptions import (
 )
 from kazoo.handlers.threading import KazooTimeoutError
 
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError, on_error
+from bkctl.errors import (
+    AlreadyExists,
+    BkctlError,
+    Conflict,
+    MetadataVersionConflict,
+    NotFound,
+    Unauthorized,
+    UsageError,
+    on_error,
+)
 from bkctl.metadata.backends.zookeeper.multi_read import Origin
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     LOST,
@@ -177,7 +186,7 @@ class ZooKeeperNodes(ZooKeeperReads):
         for chunk in chunks(items, _CHANGES_MAX, size, _CHANGES_SIZE_BYTES_MAX):
             call = self._transaction(chunk, add, self._connection.root, once=once)
             if len(chunk) > 1:
-                with contextlib.suppress(*LOST):
+                with contextlib.suppress(*LOST, Unauthorized):
                     answers = self._connection.answer(call)
                     if not any(isinstance(answer, Exception) for answer in answers):
                         results += map(result, answers)

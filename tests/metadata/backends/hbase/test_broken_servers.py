@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from google.protobuf import proto
 from google.protobuf.message import Message
 from support.waiting import LIMIT_S, eventually
 
-from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut, Unsupported
+from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut, Unauthorized, Unsupported
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
@@ -30,6 +31,7 @@ from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
 from bkctl.metadata.backends.hbase.rpc import Retries
 from bkctl.metadata.backends.sessions import PolledWatches
+from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import NEW, StoreConnection
 
@@ -273,6 +275,16 @@ def test_corrupt_row_fails_alone_among_those_written_with_it(first: pb.Result, p
     assert problem in corrupt.message
     assert isinstance(before, int)
     assert isinstance(after, int)
+
+
+def test_a_refused_table_is_the_error_of_each_row_and_stops_no_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = HBaseStore.__new__(HBaseStore)
+    error = Unauthorized("no right to write")
+    store._rows = MagicMock()
+    store._rows.put_many.side_effect = error
+    monkeypatch.setattr(ZooKeeperStore, "put_many", lambda _, nodes: [0 for _ in nodes])
+    row = (f"ledgers/{4:032x}", b"value", NEW)
+    assert store.put_many([("cookies/a", b"", NEW), row, ("cookies/b", b"", NEW)]) == [0, error, 0]
 
 
 def test_corrupt_row_fails_alone_among_those_read_and_watched_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

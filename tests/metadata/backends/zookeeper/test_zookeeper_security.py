@@ -224,6 +224,8 @@ def test_wrong_login_is_unauthorized_in_time(guarded: Any) -> None:
         servers.wait_for(lambda: client.client_state == "CLOSED", "the end of kazoo's attempts")
         with pytest.raises(Unauthorized) as caught:
             cluster.instance_id()
+        refused = cluster.store.put_many([("INSTANCEID", b"", 0), ("available", b"", 0)])
+        assert [type(each) for each in refused] == [Unauthorized, Unauthorized]
     assert PASSWORD not in repr(DIGEST)
     assert "wrong" not in str(caught.value)
 
