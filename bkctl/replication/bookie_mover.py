@@ -48,6 +48,7 @@ from bkctl.replication.holdings import (
     MovePlan,
     MoveProgress,
     PlannedFragment,
+    bookies_up,
     check_scopes_known,
     is_covered,
     ledgers_on,
@@ -157,7 +158,7 @@ class BookieMover:
             silent = self.lost_entries.silent_text(fragment.ensemble)
             problem = f"No bookie that answers has {spans_text(spans)}{silent}" if spans else open_problem
             try:
-                targets = await self.replicator.targets(fragment, exclude=self.leaving)
+                targets = await self.replicator.targets(fragment, exclude=self.unfit)
             except NotEnoughBookies as error:
                 if fragment.held_count != 0:
                     problem = error.message
@@ -214,7 +215,12 @@ class BookieMover:
         return left
 
     async def registered(self) -> list[RegisteredBookie]:
-        return await asyncio.to_thread(self.cluster.bookies.list, False)
+        return await asyncio.to_thread(bookies_up, self.cluster, self.progress.plan.silent)
+
+    @property
+    def unfit(self) -> frozenset[str]:
+        """The bookies that a plan gives no entries: the leaving ones, and silent ones."""
+        return self.leaving.union(self.progress.plan.silent)
 
     async def delete_cookies(self) -> tuple[str, ...]:
         """Delete the cookies of the leaving bookies; return the bookies that had one.

@@ -174,11 +174,16 @@ class Departure(ABC):
         text = f"{counted(len(writable), 'bookie')} writable"
         if True in plan.kinds:
             text += f", {scoped_count:,} of them for ledger scopes"
+        if plan.silent:
+            text += f"; no answer from {some_of(plan.silent)}"
         if plan.crowded:
             text += f"; not enough for {counted(len(plan.crowded), 'ledger')}"
             yield Step(StepKind.BOOKIES, StepResult.BLOCKED, text, "start more bookies")
         else:
-            yield Step(StepKind.BOOKIES, StepResult.OK, f"{text}: as many as every ensemble needs")
+            result, advice = StepResult.OK, None
+            if plan.silent:
+                result, advice = StepResult.WARNING, "'bkctl cluster health' says why they do not answer"
+            yield Step(StepKind.BOOKIES, result, f"{text}: as many as every ensemble needs", advice)
         yield await self._space(writable)
 
     async def _space(self, writable: list[RegisteredBookie]) -> Step:
@@ -236,7 +241,7 @@ class Departure(ABC):
         try:
             for fragment in held.fragments:
                 if fragment.held_count != 0:
-                    await self.mover.replicator.targets(fragment, exclude=self.mover.leaving)
+                    await self.mover.replicator.targets(fragment, exclude=self.mover.unfit)
         except NotEnoughBookies as error:
             return Step(StepKind.LEDGER, StepResult.BLOCKED, error.message, error.hint, held.ledger)
         unreadable = await self.mover.lost_entries.find(held, up)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -464,7 +464,7 @@ class MovePlan:
     `ledgers` include ledgers that name the bookies but hold nothing on them. Entries and
     bytes count each replica, of closed ledgers only. `crowded` are the ledgers with too few other bookies, `damaged`
     the ones whose metadata names the bookies but is unreadable, with the reason of each. `marked` are the ledgers that
-    auto-recovery has marked for the bookies.
+    auto-recovery has marked for the bookies. `silent` are registered bookies that count as down.
     """
 
     ledgers: LedgerIdSet = field(default_factory=LedgerIdSet)
@@ -475,6 +475,7 @@ class MovePlan:
     crowded: LedgerIdSet = field(default_factory=LedgerIdSet)
     damaged: dict[LedgerId, str] = field(default_factory=dict)
     marked: LedgerIdSet = field(default_factory=LedgerIdSet)
+    silent: Sequence[str] = ()
 
     @property
     def kinds(self) -> set[bool]:
@@ -483,16 +484,19 @@ class MovePlan:
         return {ledgers[0].is_scoped, ledgers[-1].is_scoped} if ledgers else set()
 
 
-def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId] | None = None) -> MovePlan:
+def plan_move(
+    cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId] | None = None, *, silent: Sequence[str] = ()
+) -> MovePlan:
     """Return what `leaving` hold of the ledgers `ids` (None: of all ledgers), by the metadata. Blocks.
 
-    Raise LedgerNotFound if one of `ids` does not exist, UsageError for an invalid bookie id, and errors of the store.
+    `silent` bookies count as down, although they are registered. Raise LedgerNotFound if one of `ids` does not exist,
+    UsageError for an invalid bookie id, and errors of the store.
     """
-    plan = MovePlan()
+    plan = MovePlan(silent=silent)
     leaving = frozenset(leaving)
     marks = LedgerMarks(cluster.store)
     mark_of = marks.cursor() if ids is None else marks.get
-    replacements = Replacements(cluster.bookies.list(include_down=False), leaving)
+    replacements = Replacements(bookies_up(cluster, silent), leaving)
     scope_id = None
     for ledger, held in ledgers_on(cluster, leaving, None if ids is None else sorted(set(ids))):
         if isinstance(held, BkctlError):

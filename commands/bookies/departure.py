@@ -279,8 +279,9 @@ def _agreed_plan(
     """Return the ledgers to move, once the user agrees."""
     from bkctl.replication.holdings import check_known, plan_move
 
+    silent = _silent(run, names, run.out.note)
     with run.job.working("Looking at the ledgers"):
-        plan = plan_move(run.cluster, names, ids)
+        plan = plan_move(run.cluster, names, ids, silent=silent)
     up = _registered(run, names, skip_open=skip_open, delete_cookie=delete_cookie)
     if not (plan.ledgers or plan.damaged):
         check_known(run.cluster, names)
@@ -407,8 +408,9 @@ def _show_held(run: Run, names: Sequence[str], ids: list[LedgerId] | None) -> No
 
 def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_open: bool, skip: bool) -> None:
     from bkctl.replication.bookie_mover import BookieMover
-    from bkctl.replication.holdings import MoveOutcome, PlannedFragment, check_known
+    from bkctl.replication.holdings import MoveOutcome, MovePlan, PlannedFragment, check_known
 
+    plan = MovePlan(silent=_silent(run, names, run.out.note))
     found, unmovable = LedgerIdSet(), LedgerIdSet()
 
     def take(each: PlannedFragment | LedgerMove) -> None:
@@ -426,7 +428,7 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
     with run.job.working("Asking the bookies"), run.out.rows(fragment_columns(names, planned=True)) as writer:
         run.job.take_each(
             run.access.bookkeeper(run.cluster),
-            lambda bookkeeper: BookieMover(bookkeeper, names, skip_open=skip_open).planned(ids), take,
+            lambda bookkeeper: BookieMover(bookkeeper, names, plan, skip_open=skip_open).planned(ids), take,
         )  # fmt: skip
         if not found:
             check_known(run.cluster, names)
@@ -505,8 +507,9 @@ def _depart(
     from bkctl.replication.holdings import plan_move
 
     check_bookie_id(bookie)
+    silent = _silent(run, [bookie], run.out.note)
     with run.job.working("Looking at the ledgers"):
-        plan = plan_move(run.cluster, [bookie])
+        plan = plan_move(run.cluster, [bookie], silent=silent)
     with run.out.rows(_step_columns(run, plan), live=True) as writer:
         finding_count = 0
 

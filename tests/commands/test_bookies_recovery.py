@@ -171,7 +171,7 @@ def test_a_bookie_without_ledgers_is_decommissioned_at_once(cli: Cli, metadata: 
     # The bookies that would take something over do not answer, which is a warning.
     rows = cli("bookies", "decommission", "e", "--yes", "-o", "ndjson", "--timeout", "1").rows
     assert {row["step"]: row["result"] for row in rows} == {
-        "stopped": "ok", "auto-recovery": "ok", "auditor": "warning", "bookies": "ok", "space": "warning",
+        "stopped": "ok", "auto-recovery": "ok", "auditor": "warning", "bookies": "warning", "space": "ok",
         "ledgers": "ok", "cookie": "deleted",
     }  # fmt: skip
     assert metadata.cookies.list() == []
@@ -325,6 +325,22 @@ def test_replicas_on_registered_bookies_that_do_not_answer_do_not_count(
     down = cli("bookies", "ok-to-stop", "e", "--timeout", "1s")
     assert (down.code, note in down.err) == (0, True)
     assert "3 writable bookies would remain" in down.err
+
+
+@pytest.mark.parametrize("words", [("recover", "e"), ("recover", "b"), ("decommission", "e"), ("drain", "b")])
+def test_dry_runs_give_no_entries_to_registered_bookies_that_do_not_answer(
+    cli: Cli, metadata: Cluster, bookies: dict[str, FakeBookie], words: tuple[str, ...]
+) -> None:
+    metadata.bookies.register("d", UNSERVED)
+    result = cli("bookies", *words, "--dry-run", "-o", "ndjson", "--timeout", "1s")
+    assert "1 registered bookie does not answer, and counts as down: Bookie d " in result.err
+    if words[0] == "recover":
+        assert not any(
+            "d" in row["newEnsemble"] for row in result.rows if "d" not in row["ensemble"] and row["newEnsemble"]
+        )
+    else:
+        (step,) = (row for row in result.rows if row["step"] == "bookies")
+        assert "; no answer from d" in step["message"]
 
 
 def test_each_look_of_watch_asks_again(

@@ -355,6 +355,16 @@ async def test_drain_of_a_bookie_that_became_writable_is_not_finished(fake_clust
         assert "b0 is writable again" in last.message
 
 
+async def test_check_gives_no_entries_to_bookies_that_are_registered_and_silent(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledgers = await ledgers_on_b0(cluster)
+        plan = plan_move(cluster.cluster, ["b0"], silent=["b3"])
+        found = await steps(Drain(client, "b0", plan).check(probe=True))
+        assert {results(found)[each] for each in (StepKind.BOOKIES, *ledgers)} == {StepResult.BLOCKED}
+        (text,) = (each.message for each in found if each.kind is StepKind.BOOKIES)
+        assert text == "2 bookies writable, 2 of them for ledger scopes; no answer from b3; not enough for 2 ledgers"
+
+
 async def test_drained_bookie_that_goes_away_has_lost_nothing(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         [ledger] = await ledgers_on_b0(cluster, [7])
