@@ -73,6 +73,26 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
     return False
 
 
+def verify_directories(config: BookieConfig, *, allow_copy: bool = False) -> None:
+    """Verify the cookies in the directories of `config` without a metadata store; missing ones do not count.
+
+    With `allow_copy` damaged cookies do not count either, nor those that name none of the directories: a copy's. Raises
+    as `stamp_or_verify`.
+    """
+    directories = configured_directories(config)
+    first: Cookie | None = None
+    for directory, there in read_local(directories).items():
+        if isinstance(there, BkctlError) and not allow_copy:
+            raise there
+        if isinstance(there, Cookie):
+            named = (*there.journal_dirs, *there.ledger_dirs, *(there.index_dirs or ()))
+            if allow_copy and set(directories).isdisjoint(named):
+                continue
+            first = first or there
+            cookie = configured_cookie(config, config.bookie_id or first.bookie_id, first.instance_id or "")
+            _compare(config, cookie, there, f"Directory {directory}")
+
+
 def _compare(config: BookieConfig, cookie: Cookie, other: Cookie, what: str) -> None:
     changes = list(cookie.differences(other))
     allowed = config.allow_storage_expansion

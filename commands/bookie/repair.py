@@ -54,9 +54,14 @@ def _repairing(
 
 
 def _layout(run: Run, directories: Sequence[Path] | None) -> BookieLayout:
+    from bkctl.bookie.cookies import verify_directories
     from bkctl.repair.layout import find_layout
 
-    return find_layout(run.access.directories(directories))
+    layout = find_layout(run.access.directories(directories))
+    if not directories:
+        # A ledger's directory is its id modulo their number: in another order, a repair writes to the wrong one.
+        verify_directories(run.access.config(), allow_copy=True)
+    return layout
 
 
 def _stored(run: Run, layout: BookieLayout) -> StoredLedgers | None:
@@ -224,10 +229,13 @@ def downgrade_bookie(run: Run, directories: Directories = ()) -> None:
 
     $ bkctl bookie downgrade --conf bk_server.conf --dry-run
     """
+    from bkctl.bookie.cookies import verify_directories
     from bkctl.repair.downgrade import config_of, downgrade
 
     is_given = directories or run.access.conf is None
     config = config_of(run.access.directories(directories)) if is_given else run.access.config()
+    if not is_given:
+        verify_directories(config)
     with run.job.working("Stopping the bookie cleanly"):
         rows = downgrade(config, dry_run=run.dry_run, note=run.out.note)
     run.out.render(rows, DOWNGRADED_COLUMNS)

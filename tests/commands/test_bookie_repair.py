@@ -489,3 +489,31 @@ def test_downgrade_refuses_journals_that_lost_bytes(cli: Cli, conf: Path, tmp_pa
         assert (result.code, "can start" in result.err) == (7, False)
         assert ("2.txn is missing" if damage == "missing" else "1.txn: the last mark points at byte") in result.err
         assert "skipReplayJournalInvalidRecord" in result.err
+
+
+@pytest.mark.parametrize("named", ["l1,l0", "l0", "a copy"])
+def test_changing_commands_compare_the_directories_with_their_cookies(
+    cli: Cli, conf: Path, tmp_path: Path, named: str
+) -> None:
+    conf.write_text(
+        f"bookieId=bookie-1\njournalDirectory={tmp_path}/j\nledgerDirectories={tmp_path}/l0,{tmp_path}/l1\n"
+        f"metadataServiceUri=sqlite://{tmp_path / 'metadata.db'}\n"
+    )
+    assert cli("bookie", "init", "--conf", conf, "--undo", "none").code == 0
+    text, base = conf.read_text(), tmp_path
+    if named == "a copy":
+        base /= "copy"
+        base.mkdir()
+        for name in ("j", "l0", "l1"):
+            (tmp_path / name).rename(base / name)
+        conf.write_text(text.replace(f"{tmp_path}/", f"{base}/"))
+    else:
+        ledger_dirs = ",".join(f"{tmp_path}/{name}" for name in named.split(","))
+        conf.write_text(text.replace(f"{tmp_path}/l0,{tmp_path}/l1", ledger_dirs))
+    for command in ("downgrade", "index rebuild --locations", "index regenerate --all", "convert --to interleaved"):
+        for words in (("--dry-run",), ()):
+            result = cli("bookie", *command.split(), "--conf", conf, *words)
+            is_refused = named != "a copy" or command == "downgrade"
+            assert (result.code == 5, "/j does not fit this bookie: the " in result.err) == (is_refused,) * 2
+    (base / "j" / "current" / "VERSION").write_bytes(b"no cookie")
+    assert cli("bookie", "downgrade", "--conf", conf).code == 7
