@@ -165,9 +165,9 @@ class IndexCheck:
 
     def _check_logs(self, logs: IndexedLogs, rows: LocationRows) -> Iterator[Finding]:
         is_sample = self._selection.sample is not None
-        searched = logs.searched and not is_sample
         at = 0
         for log_id, path in sorted(logs.paths().items()):
+            searched = path.parent in logs.searched and not is_sample
             first, end = pack_location(log_id, 0), pack_location(log_id + 1, 0)
             # Rows between two logs point at a missing log; damage can make up any number of log ids.
             yield from self._recheck_rows(logs, rows.windows(at, first - 1), rows.numbers)
@@ -259,7 +259,7 @@ class IndexCheck:
                 wrong = ~fits
                 part = expected[wrong], expected_entries[wrong], expected_numbers[wrong]
                 yield from self._recheck_rows(logs, [part], rows.numbers)
-        if logs.searched and not is_indexed.all():
+        if path.parent in logs.searched and not is_indexed.all():
             records = self._unindexed_records(path, window, ~is_indexed, rows.numbers)
             yield from self._recheck.unindexed_records(path, records)
 

@@ -40,16 +40,16 @@ EntryKey = tuple[LedgerId, int]
 class IndexedLogs:
     """Entry logs that share one id space, and the index that points into them.
 
-    `databases` is None for index files. `searched` is True if the logs are searched for entries without an index; each
-    log is searched once.
+    `databases` is None for index files. The logs of the first `searched` directories (None: all) are searched for
+    entries without an index; each log is searched once.
     """
 
     def __init__(
-        self, currents: Iterable[Path], *, scoped: bool, databases: IndexDatabases | None, searched: bool = True
+        self, currents: Iterable[Path], *, scoped: bool, databases: IndexDatabases | None, searched: int | None = None
     ) -> None:
         self.scoped, self.databases = scoped, databases
-        self.searched = searched
         self.directories = [current / SCOPED_DIRECTORY if scoped else current for current in currents]
+        self.searched = self.directories[:searched]
 
     def paths(self) -> dict[int, Path]:
         """Return the present logs by id."""
@@ -76,8 +76,11 @@ def list_indexed_logs(directories: BookieDirectories, indexes: BookieIndexes, co
         for pair in pairs
     ]
     for scoped in (False, True):
-        searched = not indexes.problems and not any(pair.ledgers.scoped == scoped for pair in pairs)
-        found.append(IndexedLogs(currents, scoped=scoped, databases=None, searched=searched))
+        known = {_log_directory(directories, pair, pairs) for pair in pairs if pair.ledgers.scoped == scoped}
+        # Databases of one directory may be lost. Each has its own log ids, and `paths` takes the first of two logs.
+        ordered = sorted(currents, key=known.__contains__)
+        searched = 0 if indexes.problems else sum(current not in known for current in currents)
+        found.append(IndexedLogs(ordered, scoped=scoped, databases=None, searched=searched))
     return found
 
 

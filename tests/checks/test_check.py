@@ -537,6 +537,17 @@ def test_a_database_for_each_of_several_ledger_directories(tmp_path: Path) -> No
     job = IndexCheck(BookieDirectories([], ledger_dirs))
     assert list(job.findings()) == []
     assert (job.counts.entries, job.counts.records) == (7, 7)
+    for number, part in enumerate(parts):
+        for name in ("ledgers", "locations"):
+            (part.current / name).rename(part.base / f"lost-{name}")
+        (lost,) = IndexCheck(BookieDirectories([], ledger_dirs)).findings()
+        assert (lost.kind, lost.ledger, lost.path) == (
+            FindingKind.UNINDEXED,
+            LedgerId(0, 10 + number),
+            part.current / "0.log",
+        )
+        for name in ("ledgers", "locations"):
+            (part.base / f"lost-{name}").rename(part.current / name)
     for part in parts:
         for name in ("ledgers", "locations"):
             shutil.move(part.current / name, part.base / "index" / "current" / name)
