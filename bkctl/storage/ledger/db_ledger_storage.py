@@ -33,8 +33,10 @@ from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Corrupt, UsageError, on_error
 from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
+from bkctl.formats.entry_log import HEADER_SIZE
 from bkctl.formats.index import LedgerData
 from bkctl.formats.layout import Buffer
+from bkctl.formats.names import ROCKSDB_CURRENT
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
@@ -401,6 +403,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         self.unwritten_bytes_max = config.db_storage_write_cache_max_size_mb << 20
 
     def open(self) -> None:
+        self._check_databases()
         with contextlib.ExitStack() as opened:
             for number, directory in enumerate(self.directories):
                 directory.open(number, self._count)
@@ -413,6 +416,18 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         self.indexes = self.directories
         self.location_indexes = [directory.locations for directory in self.directories]
         self._warn_of_misplaced()
+
+    def _check_databases(self) -> None:
+        """Raise Corrupt for a directory with entries and no databases, if others have theirs: a start creates all."""
+        without = [
+            each
+            for each in self.directories
+            if not any((each.index_directory / name / ROCKSDB_CURRENT).exists() for name in ("ledgers", "locations"))
+        ]
+        for each in without if len(without) < self._count else ():
+            if any(path.stat().st_size > HEADER_SIZE for path in each.ledger_directory.glob("*.log")):
+                problem = f"{each.ledger_directory} has entries, but no databases are in {each.index_directory}"
+                raise Corrupt(problem, hint=REBUILD_HINT)
 
     def _warn_of_misplaced(self) -> None:
         count = sum(directory.misplaced_count for directory in self.directories)
@@ -490,7 +505,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
 def _check_pair(ledgers: Path, locations: Path) -> None:
     """Raise Corrupt if one database is missing and the other has ledgers: both exist before one is used."""
-    has_ledgers, has_locations = ((path / "CURRENT").exists() for path in (ledgers, locations))
+    has_ledgers, has_locations = ((path / ROCKSDB_CURRENT).exists() for path in (ledgers, locations))
     if has_ledgers != has_locations:
         missing, kind = (locations, LedgersDatabase) if has_ledgers else (ledgers, LocationsDatabase)
         with kind.open(ledgers if has_ledgers else locations) as database:

@@ -247,6 +247,27 @@ def test_ledgers_that_reads_do_not_find_are_named_at_the_start(
     assert expected == Path(later[change][example.value % len(later[change])]) / "current"
 
 
+def test_a_directory_that_lost_its_databases_stops_the_start(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path, directories=2)
+    add(storage, LedgerId(0, 2), 0)
+    storage.close()
+    current = [tmp_path / f"ledgers-{number}" / "current" for number in range(2)]
+    for each in (current[1], current[0]):
+        for name in ("ledgers", "locations"):
+            (each / name).rename(tmp_path / name)
+        if each == current[1]:  # without entries: the last start was killed
+            open_storage(tmp_path, directories=2).close()
+        else:
+            with pytest.raises(Corrupt, match=r"ledgers-0/current has entries, but .*'bkctl bookie index rebuild"):
+                open_storage(tmp_path, directories=2)
+        for name in ("ledgers", "locations"):
+            shutil.rmtree(each / name, ignore_errors=True)
+            (tmp_path / name).rename(each / name)
+    storage = open_storage(tmp_path, directories=2)
+    assert entry_ids(storage, LedgerId(0, 2)) == [0]
+    storage.close()
+
+
 def test_each_ledger_directory_has_an_index_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="index directory for each of 2"):
         DbLedgerStorage(config_of(tmp_path, 2, index_directories=(str(tmp_path / "one"),)), Files())
