@@ -30,13 +30,13 @@ from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.conversion import DB, ConversionState
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes, LedgerIndexReader, first_files
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.formats.entry_log import log_id_of, unpack_location
+from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
+from bkctl.formats.entry_log import HEADER_SIZE, log_id_of, unpack_location
 from bkctl.formats.index import ENTRY_ID_MAX, LedgerData, index_path
 from bkctl.formats.names import CONVERSION_NAME, DATABASE_NAMES, ROCKSDB_CURRENT, UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.repair.index_contents import IndexedEntry, Progress, header_data
-from bkctl.repair.layout import BookieLayout, backup_name, prepare_building, sync_tree, time_stamp
+from bkctl.repair.layout import BookieLayout, Storage, backup_name, prepare_building, sync_tree, time_stamp
 from bkctl.repair.regenerate import INDEX, IndexFileBuilder
 
 #: Ledgers and entries between two checkpoints, from which a killed conversion resumes.
@@ -493,7 +493,7 @@ class IndexFileConverter(IndexConverter):
         self._check_log_ids()
         for storage in self.storages:
             for prefix in ("", "scoped-"):
-                _check_databases(storage.index_dir / f"{prefix}ledgers", storage.index_dir / f"{prefix}locations")
+                _check_databases(storage, prefix)
 
     def _check_log_ids(self) -> None:
         """Refuse equal log ids in two directories: Interleaved storage has one id space of logs for all."""
@@ -549,8 +549,9 @@ class IndexFileConverter(IndexConverter):
                     row.backups.append(backup)
 
 
-def _check_databases(path: Path, locations: Path) -> None:
-    """Refuse a database of ledgers with facts that index files cannot hold, or without its locations."""
+def _check_databases(storage: Storage, prefix: str) -> None:
+    """Refuse a database of ledgers that is lost, has facts that index files cannot hold, or lost its locations."""
+    path, locations = (storage.index_dir / f"{prefix}{name}" for name in ("ledgers", "locations"))
     try:
         with LedgersDatabase.open(path) as database:
             if not locations.is_dir() and next(database.ledgers(), None) is not None:
@@ -574,8 +575,9 @@ def _check_databases(path: Path, locations: Path) -> None:
                         f"Ledger {ledger} in {path} has no master key; an index file could never get one",
                         hint="'bkctl bookie index rebuild --ledgers --metadata-uri URI' finds it",
                     )
-    except NotFound:
-        return
+    except NotFound as error:
+        if locations.is_dir() or any(log.stat().st_size > HEADER_SIZE for log in storage.logs(scoped=bool(prefix))):
+            raise Corrupt(error.message, hint=REBUILD_HINT) from error
 
 
 def _places(locations: LocationsDatabase, ledger: LedgerId) -> Iterator[EntryPlace]:

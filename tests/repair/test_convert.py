@@ -293,6 +293,23 @@ def test_several_directories_where_each_log_is_at_home(tmp_path: Path) -> None:
     assert [file_index(each) for each in (first, second)] == [{A: even}, {B: odd}]
 
 
+@pytest.mark.parametrize("prefix", ["", "scoped-"])
+def test_lost_databases_of_ledgers_are_not_converted_to_nothing(tmp_path: Path, prefix: str) -> None:
+    first, second = two_directories(tmp_path)
+    write_files(first, INDEX)
+    log = second / ("scoped" if prefix else "") / "1.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_bytes(entry_log.write_header() + bytes(9))
+    layout = layout_at(first.parent, second.parent)
+    convert(layout, DB, discard_old=True)
+    for name in ("ledgers", "locations"):
+        shutil.rmtree(second / f"{prefix}{name}")
+        with pytest.raises(Corrupt, match=f"ledgers-1/current/{prefix}ledgers.*rebuild --ledgers --locations"):
+            convert(layout, INTERLEAVED, discard_old=True)
+    log.write_bytes(entry_log.write_header())  # without entries
+    assert convert(layout, INTERLEAVED).done
+
+
 def test_logs_where_databases_would_not_look_are_refused(tmp_path: Path) -> None:
     first, second = two_directories(tmp_path)
     (second / "0.log").write_bytes(entry_log.write_header())
