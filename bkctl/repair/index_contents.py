@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -171,21 +172,16 @@ def read_log_entries(path: Path, findings: RepairFindings) -> Iterator[tuple[lis
         findings.add_damage(path, error)
 
 
-def read_log_ledgers(path: Path, findings: RepairFindings) -> set[LedgerId]:
-    """Return the ledgers of a log: from its ledgers map if that is sound, else from its entries."""
-    try:
-        with EntryLogReader.open(path) as reader:
-            sizes = reader.ledgers_map()
-            if sizes is not None:
-                findings.ends[path] = reader.size()
-                return {ledger for ledger in sizes if is_ledger(ledger)}
-    except NotFound:
-        return set()
-    except (Corrupt, Unsupported):
-        pass  # The scan reports the damage.
-    found: set[LedgerId] = set()
-    for ledgers, _, _ in read_log_entries(path, findings):
-        found.update(ledgers)
+def read_log_ledgers(path: Path, findings: RepairFindings, *, trusts_map: bool = False) -> set[LedgerId]:
+    """Return the ledgers of a log: from its ledgers map, and from its entries unless `trusts_map`."""
+    sizes: Mapping[LedgerId, int] | None = None
+    with suppress(NotFound, Corrupt, Unsupported), EntryLogReader.open(path) as reader:
+        sizes = reader.ledgers_map()
+    found = set(sizes or ())
+    # The map has no checksum: a flipped bit makes one ledger another.
+    if sizes is None or not trusts_map:
+        for ledgers, _, _ in read_log_entries(path, findings):
+            found.update(ledgers)
     return {ledger for ledger in found if is_ledger(ledger)}
 
 

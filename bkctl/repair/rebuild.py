@@ -133,9 +133,6 @@ class Rebuild(IndexRepair):
             }
             if scoped and not (row.path.is_dir() or logs or found):
                 continue
-            for log in logs:
-                found |= read_log_ledgers(log, self.findings)
-                self._progress(size_of(log))
             self._build_ledgers(row, found, facts, scoped, logs)
 
     def _build_ledgers(
@@ -148,6 +145,9 @@ class Rebuild(IndexRepair):
     ) -> None:
         old, is_complete, flags = self._old_ledgers(row)
         found |= old.keys()
+        for log in logs:
+            found |= read_log_ledgers(log, self.findings, trusts_map=is_complete)
+            self._progress(size_of(log))
         if not is_complete:
             # A ledger in an unread part is in the old locations only. The bookie deletes locations of unknown ledgers.
             locations = RebuiltDatabase(row.path.with_name(row.path.name.replace(LEDGERS, LOCATIONS)))

@@ -182,7 +182,11 @@ class Regeneration(IndexRepair):
 
     def _ledgers_in_logs(self) -> set[LedgerId]:
         logs = [log for scoped in (False, True) for log in self._layout.logs(scoped=scoped)]
-        return set().union(*(read_log_ledgers(log, RepairFindings()) for log in logs))
+        found: set[LedgerId] = set()
+        for log in logs:
+            found |= read_log_ledgers(log, RepairFindings())
+            self._progress(size_of(log))
+        return found
 
     def _old_header(self, row: RegeneratedIndex, paths: Iterable[Path]) -> LedgerData | None:
         """Return what the headers of a ledger's old files say together; None without a readable one."""

@@ -188,9 +188,8 @@ def regenerate_files(
         raise UsageError(f"{run.access.conf} names DbLedgerStorage, which has no index files", hint=REBUILD_HINT)
     layout = _layout(run, directories)
     key = None if password is None else master_key(password)
-    with _repairing(
-        run, layout, "Regenerating", "run the command again: old files are backups", layout.size_to_read
-    ) as how:
+    size = partial(layout.size_to_read, log_passes=1 + all_ledgers)
+    with _repairing(run, layout, "Regenerating", "run the command again: old files are backups", size) as how:
         stored = _stored(run, layout)
         done = regenerate(layout, which.ledgers, scope_id=which.scope_id, master_key=key, metadata=stored, **how)
     run.out.render(done.indexes, REGENERATED_COLUMNS)

@@ -350,6 +350,21 @@ def test_a_ledger_behind_damage_is_taken_from_the_old_locations(bookie: Bookie, 
     assert ledgers_in(bookie.current() / f"{prefix}ledgers").keys() == {other, ledger}
 
 
+@pytest.mark.parametrize("lost", [("ledgers",), ("ledgers", "locations")])
+def test_a_ledger_that_a_damaged_ledgers_map_lacks_is_found(bookie: Bookie, lost: tuple[str, ...]) -> None:
+    places = bookie.log(0, (A, 0), (B, 0))
+    bookie.database({A: OPEN, B: OPEN}, places)
+    log = bookie.current() / "0.log"
+    data = log.read_bytes()
+    maps = b"".join(entry_log.write_ledgers_map({A._replace(ledger_id=4100): 1, B: 1}))
+    log.write_bytes(entry_log.write_header(1, len(data), 2) + data[entry_log.HEADER_SIZE :] + maps)
+    for name in lost:
+        shutil.rmtree(bookie.current() / name)
+    rebuild(bookie.layout, ledgers=True, locations=True)
+    assert ledgers_in(bookie.current() / "ledgers").keys() >= {A, B}
+    assert locations_in(bookie.current() / "locations") == places
+
+
 def test_an_invalid_log_is_reported_and_its_indexed_entries_are_kept(bookie: Bookie) -> None:
     places = bookie.log(0, (A, 0), (A, 1)) | bookie.log(1, (A, 2))
     bookie.database({A: OPEN}, places)

@@ -244,6 +244,18 @@ def test_entries_behind_damage_are_taken_from_the_old_file(bookie: Bookie) -> No
     assert said(path).places == places
 
 
+def test_a_ledger_that_a_damaged_ledgers_map_lacks_is_found(bookie: Bookie) -> None:
+    places = bookie.log(0, A, 0, 1)
+    log = bookie.current / "0.log"
+    data = log.read_bytes()
+    maps = b"".join(entry_log.write_ledgers_map({A._replace(ledger_id=4100): 1}))
+    log.write_bytes(entry_log.write_header(1, len(data), 1) + data[entry_log.HEADER_SIZE :] + maps)
+    for ledgers in ([A], None):
+        assert A in {row.ledger for row in regenerate(bookie.layout, ledgers, master_key=KEY).indexes}
+        assert said(bookie.current / index.index_path(A)).places == places
+        (bookie.current / index.index_path(A)).unlink()
+
+
 @pytest.mark.parametrize("ledger", [A, S])
 @pytest.mark.parametrize("loss", ["missing", "cut within a record", "cut before a record", "zeros"])
 def test_entries_of_a_lost_log_stay_in_the_index(bookie: Bookie, ledger: LedgerId, loss: str) -> None:
