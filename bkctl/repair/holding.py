@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
@@ -201,30 +202,29 @@ def _flocks(roots: Sequence[Path]) -> Iterator[tuple[Path, int]]:
 
 def _by_open_files(roots: Sequence[Path], *, writing: bool = False) -> Iterator[Holder]:
     prefixes = tuple(f"{root}/" for root in roots)
-    inodes: set[tuple[int, int] | None] | None = None
     namespace = _attempt(os.readlink, _PROC / "self/ns/mnt")
+
+    @cache
+    def inodes() -> set[tuple[int, int] | None]:
+        places = (place for root in roots for place in os.walk(root))
+        return {_inode(Path(directory, name)) for directory, _, names in places for name in ("", *names)} - {None}
+
     for process in _attempt(os.listdir, _PROC) or ():
         if not process.isdecimal() or int(process) == os.getpid():
             continue
         directory = _PROC / process / "fd"
+        # In another mount namespace (a container) a file has another path, or another file has its path.
+        is_elsewhere = _attempt(os.readlink, _PROC / process / "ns/mnt") not in (None, namespace)
         mapped = None if writing else _mapped(_PROC / process / "maps", prefixes)
-        if mapped is not None:
+        if mapped is not None and (not is_elsewhere or _inode(_PROC / process / f"root{mapped}") in inodes()):
             yield _holder(int(process), mapped)
             continue
-        # The same file has another path in another mount namespace (a container).
-        is_elsewhere = _attempt(os.readlink, _PROC / process / "ns/mnt") not in (None, namespace)
         for name in _attempt(os.listdir, directory) or ():
             target = _attempt(os.readlink, directory / name)
             if target is None or not target.startswith("/"):
                 continue
             target = target.removesuffix(_DELETED)
-            is_held = f"{target}/".startswith(prefixes)
-            if is_elsewhere and not is_held:
-                if inodes is None:
-                    places = [place for root in roots for place in os.walk(root)]
-                    paths = [Path(directory, name) for directory, _, names in places for name in ("", *names)]
-                    inodes = {_inode(path) for path in paths} - {None}
-                is_held = _inode(directory / name) in inodes
+            is_held = _inode(directory / name) in inodes() if is_elsewhere else f"{target}/".startswith(prefixes)
             if is_held and (not writing or _is_written(_PROC / process / "fdinfo" / name)):
                 yield _holder(int(process), Path(target))
                 break

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,22 @@ def test_a_mapped_file_is_held_by_its_process(ledgers: Path, removed: bool) -> N
         assert [(holder.pid, holder.path) for holder in holders([ledgers])] == [(pid, log)]
         with pytest.raises(DirectoryInUse, match=f"process {pid}"), hold([ledgers]):
             pass
+
+
+@pytest.mark.parametrize("is_another", [True, False])
+def test_in_a_container_the_file_counts_and_not_its_path(ledgers: Path, is_another: bool) -> None:
+    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs root, for a mount namespace")
+    script = (
+        "import ctypes, mmap, subprocess\nctypes.CDLL(None).unshare(0x20000)  # CLONE_NEWNS\n"
+        "subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
+        "if sys.argv[2]: subprocess.run(['mount', '-t', 'tmpfs', 'none', os.path.dirname(sys.argv[1])], check=True)\n"
+        "file = open(sys.argv[1], 'ab+')\nfile.truncate(9)\nkept = mmap.mmap(file.fileno(), 0)"
+    )
+    with child(script, ledgers / "current" / "0.log", "yes" if is_another else "") as pid:
+        assert [holder.pid for holder in holders([ledgers])] == ([] if is_another else [pid])
+        with nullcontext() if is_another else pytest.raises(DirectoryInUse):
+            refuse_writers([ledgers])
 
 
 def test_hold_says_where_open_files_cannot_be_seen(
