@@ -106,8 +106,15 @@ def convert(
             for target in converter.targets():
                 prepare_building(target)
             state.write(path, files)
-        state = converter.build(state, path)
-        converter.verify()
+        try:
+            state = converter.build(state, path)
+            converter.verify()
+        except (Corrupt, Unsupported):  # The next call would not get further, and a mended index is another one.
+            for target in converter.targets():
+                prepare_building(target)
+            files.remove(path)
+            files.sync_directory(path.parent)
+            raise
         state = state._replace(swapping=True, counts=tuple((row.ledgers, row.entries) for row in converter.directories))
         state.write(path, files)
     for row, (ledgers, entries) in zip(converter.directories, state.counts, strict=True):
