@@ -11,19 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError
 
+from .kit import options
 from .kit.columns import Output, PlainRow, fields
 from .kit.command import Run, command, group, rows_of
 from .kit.ledger_options import NewLedger, scope_option
-from .kit.options import (
-    Composite,
-    LedgerShape,
-    ProtocolOption,
-    combined,
-    count_option,
-    duration_option,
-    option,
-    size_option,
-)
 from .kit.terminal import terminal_width
 from .kit.texts import CYAN, RESET, counted
 from .kit.values import refuse_both
@@ -52,7 +43,7 @@ class Benchmark(NamedTuple):
     ledger_count: int
     entry_size: int
     scope_id: int | None
-    shape: LedgerShape
+    shape: options.LedgerShape
     load: Load
     protocol: Any
     in_random_order: bool = False
@@ -113,29 +104,29 @@ def _load_of_adds(entry_count: int | None, duration_s: float | None, *settings: 
     return _load(entry_count, duration_s, *settings)
 
 
-def _options(load: Callable[..., Load], *more: Any) -> Composite:
-    return combined(
+def _options(load: Callable[..., Load], *more: Any) -> options.Composite:
+    return options.combined(
         Benchmark,
-        count_option("--ledgers", "Ledgers to use at the same time.", default=1),
-        size_option("--size", "Bytes of an entry.", default="1KiB"),
+        options.count_option("--ledgers", "Ledgers to use at the same time.", default=1),
+        options.size_option("--size", "Bytes of an entry.", default="1KiB"),
         scope_option("Scope of the ledgers (default 0)."),
-        LedgerShape,
-        combined(
+        options.LedgerShape,
+        options.combined(
             load,
-            count_option("--entries", "Entries in all ledgers together (default 10000)."),
-            duration_option("--duration", "Run for this long, instead of for --entries."),
-            count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10),
-            count_option("--in-flight", "Batches in flight for each ledger.", default=10),
-            count_option("--rate", "At most this many entries a second."),
+            options.count_option("--entries", "Entries in all ledgers together (default 10000)."),
+            options.duration_option("--duration", "Run for this long, instead of for --entries."),
+            options.count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10),
+            options.count_option("--in-flight", "Batches in flight for each ledger.", default=10),
+            options.count_option("--rate", "At most this many entries a second."),
         ),
-        ProtocolOption,
+        options.ProtocolOption,
         *more,
     )
 
 
 Adds = Annotated[Benchmark, _options(_load_of_adds)]
 Reads = Annotated[
-    Benchmark, _options(_load, option("--random", "Read at random positions instead of in order.", bool, False))
+    Benchmark, _options(_load, options.option("--random", "Read at random positions instead of in order.", bool, False))
 ]
 
 

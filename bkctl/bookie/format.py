@@ -11,15 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.bookie.cookies import (
-    CookieMismatch,
-    bookie_id_of,
-    configured_cookie,
-    configured_directories,
-    read_directory,
-    stamp_or_verify,
-    version_file,
-)
+from bkctl.bookie import cookies
 from bkctl.columns import some_of
 from bkctl.config import BookieConfig, read_properties
 from bkctl.disk import Files
@@ -106,18 +98,20 @@ def bookie_to_wipe(config: BookieConfig) -> str:
     Raises CookieMismatch where a directory is another bookie's; UsageError where neither gives an id.
     """
     in_directories: dict[str, str] = {}
-    for directory in configured_directories(config):
+    for directory in cookies.configured_directories(config):
         if (cookie := cookie_at(Path(directory) / CURRENT)) is not None:
             in_directories.setdefault(cookie.bookie_id, directory)
     if len(in_directories) > 1:
         (one, first), (other, second) = list(in_directories.items())[:2]
-        raise CookieMismatch(f"Directory {first} belongs to bookie {one}, but {second} to {other}", hint="check --conf")
+        raise cookies.CookieMismatch(
+            f"Directory {first} belongs to bookie {one}, but {second} to {other}", hint="check --conf"
+        )
     found = next(iter(in_directories), None)
     if found is not None and config.bookie_port == 0 and not config.bookie_id:
         return found
-    configured = bookie_id_of(config)
+    configured = cookies.bookie_id_of(config)
     if found is not None and found != configured:
-        raise CookieMismatch(
+        raise cookies.CookieMismatch(
             f"Directory {in_directories[found]} belongs to bookie {found}, not to {configured}", hint="check --conf"
         )
     return configured
@@ -165,15 +159,15 @@ def problems_of_init(config: BookieConfig, bookie_id: str, cluster: Cluster) -> 
     no cluster.
     """
     cluster.layout()
-    cookie = configured_cookie(config, bookie_id, cluster.instance_id())
+    cookie = cookies.configured_cookie(config, bookie_id, cluster.instance_id())
     found = []
-    for directory in configured_directories(config):
+    for directory in cookies.configured_directories(config):
         path = Path(directory)
         if path.exists() and not path.is_dir():
             found.append(InitProblem(directory, "is not a directory"))
             continue
         try:
-            there = read_directory(directory)
+            there = cookies.read_directory(directory)
         except BkctlError as error:
             found.append(InitProblem(directory, str(error)))
             continue
@@ -204,11 +198,11 @@ def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files, u
         first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise Conflict(f"{first.place} {first.problem}{more}", hint="'bkctl bookie init --check' lists all problems")
-    cookie = configured_cookie(config, bookie_id, cluster.instance_id())
-    for directory in configured_directories(config):
-        if read_directory(directory) is None:
-            undo.record_file(version_file(directory), cookie.serialize())
-    stamp_or_verify(config, bookie_id, undo.recorded(), files)
+    cookie = cookies.configured_cookie(config, bookie_id, cluster.instance_id())
+    for directory in cookies.configured_directories(config):
+        if cookies.read_directory(directory) is None:
+            undo.record_file(cookies.version_file(directory), cookie.serialize())
+    cookies.stamp_or_verify(config, bookie_id, undo.recorded(), files)
 
 
 def existing(directories: Iterable[str | Path]) -> list[Path]:

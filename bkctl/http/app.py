@@ -18,17 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from bkctl.errors import (
-    BkctlError,
-    Conflict,
-    NotFound,
-    ProtocolError,
-    ReadOnlyBookie,
-    TimedOut,
-    TooManyRequests,
-    Unreachable,
-    UsageError,
-)
+from bkctl import errors
 from bkctl.http import bookie_endpoints, cluster_endpoints
 from bkctl.http.bookie_client import BOOKIE_PARAMETER
 from bkctl.http.endpoints import TEXT, ApiCall, ApiEndpoint, document, error_answer
@@ -61,16 +51,16 @@ SHOW_SECRETS: Final = "show_secrets"
 _CLOSE: Final = {"Connection": "close"}
 _BROWSER_MARKS: Final = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
 
-_STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
-    (ProtocolError, 502),
-    (UsageError, 400),
-    (NotFound, 404),
-    (Conflict, 409),
-    (ReadOnlyBookie, 409),
+_STATUS: Final[tuple[tuple[type[errors.BkctlError], int], ...]] = (
+    (errors.ProtocolError, 502),
+    (errors.UsageError, 400),
+    (errors.NotFound, 404),
+    (errors.Conflict, 409),
+    (errors.ReadOnlyBookie, 409),
     (ServiceUnavailable, 503),
-    (TooManyRequests, 503),
-    (TimedOut, 504),
-    (Unreachable, 503),
+    (errors.TooManyRequests, 503),
+    (errors.TimedOut, 504),
+    (errors.Unreachable, 503),
 )
 
 
@@ -155,7 +145,7 @@ class Api:
             return
         except TimeoutError:
             log.info("%s: the client does not read its answer", scope["path"])
-        except BkctlError as error:  # after the answer has begun, which is cut short
+        except errors.BkctlError as error:  # after the answer has begun, which is cut short
             log.warning("%s: %s", scope["path"], error)
         except Exception:
             log.exception("%s: the answer is cut short", scope["path"])
@@ -165,7 +155,7 @@ class Api:
             return await self._checked(request)
         except Refused as error:
             return error.answer
-        except BkctlError as error:
+        except errors.BkctlError as error:
             status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
             headers = {"Retry-After": "1"} if isinstance(error, ServiceUnavailable) else None
             return error_answer(status, error.message, error.hint, headers)
@@ -185,7 +175,7 @@ class Api:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError as error:
-            raise TimedOut(f"The {what} took longer than {timeout_s:g} s") from error
+            raise errors.TimedOut(f"The {what} took longer than {timeout_s:g} s") from error
         finally:
             self._running_count -= 1
 
@@ -230,7 +220,7 @@ class Api:
         is_forwarded = self._is_forwarded(endpoint)
         named, local = request.query_params.get(BOOKIE_PARAMETER), self.service.local_bookie
         if endpoint.of_bookie and local is not None and named not in (None, local.bookie_id):
-            raise NotFound(f"This is bookie {local.bookie_id}, not {named}", hint="ask the other's own server")
+            raise errors.NotFound(f"This is bookie {local.bookie_id}, not {named}", hint="ask the other's own server")
         # Apache's bookies behind a gateway mask nothing.
         has_secrets = values.get(SHOW_SECRETS) or (
             is_forwarded and any(value.name == SHOW_SECRETS for value in endpoint.values)

@@ -14,19 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import (
-    BadRequest,
-    BkctlError,
-    Conflict,
-    NotFound,
-    ProtocolError,
-    TimedOut,
-    TooManyRequests,
-    Unauthorized,
-    Unreachable,
-    Unsupported,
-    UsageError,
-)
+from bkctl import errors
 from bkctl.http.server_url import UNSAFE_IN_PATH, ServerUrl, is_loopback_address
 
 #: An answer that is kept in memory must be complete after so many timeouts, however steadily it arrives.
@@ -125,7 +113,7 @@ class ApiAnswer:
                 break
             yield piece
         if expected is not None and size < expected:
-            raise Unreachable(f"{client.url}: the answer ended after {size:,} of {expected:,} bytes")
+            raise errors.Unreachable(f"{client.url}: the answer ended after {size:,} of {expected:,} bytes")
 
     def response(self, size_max: int = ANSWER_SIZE_BYTES_MAX) -> ApiResponse:
         """Read the body and return the complete answer. Raise as `chunks`."""
@@ -156,7 +144,7 @@ class ApiClient:
         self.timeout_s = timeout_s
         self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         if token is not None and (not token or _NO_TOKEN.search(token)):
-            raise UsageError("The token of the HTTP server is empty, or contains spaces or control characters")
+            raise errors.UsageError("The token of the HTTP server is empty, or contains spaces or control characters")
         self.token = token
         self._tls = tls
 
@@ -212,7 +200,7 @@ class ApiClient:
         Raise UsageError for a path that does not begin with a slash, or contains spaces or control characters.
         """
         if not path.startswith("/") or UNSAFE_IN_PATH.search(path) or "#" in path:
-            raise UsageError(f"Path {path!r}: not a path of an HTTP server", hint="give /api/v1/… and no spaces")
+            raise errors.UsageError(f"Path {path!r}: not a path of an HTTP server", hint="give /api/v1/… and no spaces")
         quoted = urllib.parse.quote(self.server.prefix + path, safe="/%:@!$&'()*+,;=~?-._")
         if not query:
             return quoted
@@ -225,7 +213,7 @@ class ApiClient:
             try:
                 sock = socket.create_connection((server.host, server.port), self._connect_timeout_s)
             except TimeoutError as error:
-                raise TimedOut(
+                raise errors.TimedOut(
                     f"{self.url}: no connection within {self._connect_timeout_s:g} s",
                     hint="--connect-timeout allows longer waits",
                 ) from error
@@ -247,71 +235,73 @@ class ApiClient:
         try:
             yield
         except TimeoutError as error:
-            raise TimedOut(
+            raise errors.TimedOut(
                 f"{self.url}: no progress within {self.timeout_s:g} s", hint="--timeout allows longer waits"
             ) from error
         except ssl.SSLError as error:
             reason = getattr(error, "verify_message", None) or error.reason or error.strerror or str(error)
-            raise Unreachable(
+            raise errors.Unreachable(
                 f"{self.url} and this client do not agree on TLS: {reason.rstrip('.')}",
                 hint="--tls-ca names the authorities that sign its certificate, --tls-cert ours",
             ) from error
         except http.client.IncompleteRead as error:
-            raise Unreachable(f"{self.url}: the connection closed before the answer was complete") from error
+            raise errors.Unreachable(f"{self.url}: the connection closed before the answer was complete") from error
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
-            raise Unreachable(f"{self.url} closed the connection without an answer", hint=hint) from error
+            raise errors.Unreachable(f"{self.url} closed the connection without an answer", hint=hint) from error
         except (http.client.HTTPException, ValueError) as error:
             if isinstance(error, UnicodeError):  # an invalid host name
-                raise Unreachable(f"{self.url} cannot be reached: {error}") from error
-            raise ProtocolError(f"{self.url}: the answer is not HTTP ({type(error).__name__})", hint=hint) from error
+                raise errors.Unreachable(f"{self.url} cannot be reached: {error}") from error
+            raise errors.ProtocolError(
+                f"{self.url}: the answer is not HTTP ({type(error).__name__})", hint=hint
+            ) from error
         except OSError as error:
-            raise Unreachable(
+            raise errors.Unreachable(
                 f"{self.url} cannot be reached: {error.strerror or error}",
                 hint="check httpServerEnabled=true, or give its URL with --bookie-url",
             ) from error
 
-    def too_large(self, size_max: int, size: str = "") -> ProtocolError:
+    def too_large(self, size_max: int, size: str = "") -> errors.ProtocolError:
         """Return the error for an answer of more than `size_max` bytes."""
-        return ProtocolError(f"{self.url}: the answer is too large: {size}more than {size_max:,} bytes")
+        return errors.ProtocolError(f"{self.url}: the answer is too large: {size}more than {size_max:,} bytes")
 
-    def error_of(self, answer: ApiAnswer, method: str, path: str) -> BkctlError:
+    def error_of(self, answer: ApiAnswer, method: str, path: str) -> errors.BkctlError:
         """Return the error for an answer with a status other than 2xx, with the server's message."""
         status = answer.status
         what = f"{self.url}: {method} {path}"
         if 300 <= status < 400:
             where = f" to {shortened(answer.location)}" if answer.location else ""
-            return BkctlError(
+            return errors.BkctlError(
                 f"{what} is redirected{where} ({status})",
                 hint="redirects are not followed; give the right --bookie-url",
             )
         try:
             response = answer.response(CHUNK_SIZE_BYTES)
-        except BkctlError:
+        except errors.BkctlError:
             response = ApiResponse(status, None, b"")
         message, hint = server_message(response)
         text = f"{what}: {message} ({status})" if message else f"{what} failed with status {status}"
         if status in (401, 403):
             hints = (hint, TOKEN_HINT if status == 401 or hint is None else None)
-            return Unauthorized(text, hint="; ".join(filter(None, hints)))
+            return errors.Unauthorized(text, hint="; ".join(filter(None, hints)))
         if status == 404 and "html" in (response.content_type or ""):
-            return Unsupported(
+            return errors.Unsupported(
                 f"{self.url} has no {path.partition('?')[0]}",
                 hint="the bookie's release lacks it, or this is not a bookie",
             )
-        return _ERRORS.get(status, Unreachable if status == 504 else BkctlError)(text, hint=hint)
+        return _ERRORS.get(status, errors.Unreachable if status == 504 else errors.BkctlError)(text, hint=hint)
 
 
-_ERRORS: Final[Mapping[int, type[BkctlError]]] = {
-    400: BadRequest,
-    404: NotFound,
-    405: Unsupported,
-    409: Conflict,
-    412: Conflict,
-    413: BadRequest,
-    422: BadRequest,
-    429: TooManyRequests,
-    501: Unsupported,
-    503: Unreachable,
+_ERRORS: Final[Mapping[int, type[errors.BkctlError]]] = {
+    400: errors.BadRequest,
+    404: errors.NotFound,
+    405: errors.Unsupported,
+    409: errors.Conflict,
+    412: errors.Conflict,
+    413: errors.BadRequest,
+    422: errors.BadRequest,
+    429: errors.TooManyRequests,
+    501: errors.Unsupported,
+    503: errors.Unreachable,
 }
 
 

@@ -13,19 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat, tee
 from typing import Any, Final, Literal, NamedTuple
 
-from bkctl.errors import (
-    AlreadyExists,
-    BkctlError,
-    Conflict,
-    Corrupt,
-    LedgerExists,
-    LedgerNotFound,
-    MetadataVersionConflict,
-    NotFound,
-    Unreachable,
-    Unsupported,
-    UsageError,
-)
+from bkctl import errors
 from bkctl.formats.metadata import LedgerMetadata, parse_many
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
 from bkctl.metadata.store import NEW, MetadataStore, StoredValue, Versioned, attempt, value_of, watch_all
@@ -79,7 +67,7 @@ class ReadLedgers(NamedTuple):
     def _present(self) -> list[Versioned[bytes]]:
         present = [each for each in self.values if isinstance(each, Versioned)]
         if len(present) < len(self.values):
-            raise Corrupt("Some have no value")
+            raise errors.Corrupt("Some have no value")
         return present
 
 
@@ -222,7 +210,7 @@ class LedgerManager(StoredLedgerIds):
         Source: AbstractZkLedgerManager.createLedgerMetadata.
         """
         if not ledger.is_scoped and ledger.ledger_id > I64_MAX:
-            raise UsageError(
+            raise errors.UsageError(
                 f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have",
                 hint="give a smaller id, or a ledger scope id",
             )
@@ -233,22 +221,22 @@ class LedgerManager(StoredLedgerIds):
             metadata = metadata._replace(c_token=random_u64() % I64_MAX)
         try:
             return self.store.put(path, metadata.serialize(), NEW)
-        except AlreadyExists as error:
+        except errors.AlreadyExists as error:
             if metadata.format_version > 2:
                 try:
                     found = self.read(ledger)
-                except (LedgerNotFound, Corrupt):
+                except (errors.LedgerNotFound, errors.Corrupt):
                     pass  # Another client created the ledger, and removed it or wrote bytes that we never write.
                 else:
                     if found.metadata.c_token == metadata.c_token:
                         return found.version
-            raise LedgerExists(f"Ledger {ledger} exists in {self.store.name}", hint="give another id") from error
+            raise errors.LedgerExists(f"Ledger {ledger} exists in {self.store.name}", hint="give another id") from error
 
     def read(self, ledger: LedgerId) -> VersionedMetadata:
         """Return the ledger's metadata. Raises LedgerNotFound; Corrupt or Unsupported for bad bytes."""
         return self.parse(ledger, self.store.get(self._path_to_read(ledger)))
 
-    def read_many(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+    def read_many(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata | errors.BkctlError]]:
         """`read` each ledger in the order given, several requests under way; a ledger's error comes in its place.
 
         `ids` is consumed a bounded number ahead. Raises only Unreachable.
@@ -271,13 +259,16 @@ class LedgerManager(StoredLedgerIds):
         if last := [path for path in places if not isinstance(path, str)]:
             yield ReadLedgers(list(ledgers), last)
 
-    def parse_each(self, batch: ReadLedgers) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+    def parse_each(self, batch: ReadLedgers) -> Iterator[tuple[LedgerId, VersionedMetadata | errors.BkctlError]]:
         """`parse` the value of each ledger; a ledger's error comes in its place."""
         try:
             yield from zip(batch.ledgers, batch.parse(), strict=True)
-        except (Corrupt, Unsupported):  # One by one, to name the ledger: the name takes long to make for millions.
+        except (
+            errors.Corrupt,
+            errors.Unsupported,
+        ):  # One by one, to name the ledger: the name takes long to make for millions.
             for ledger, found in zip(*batch, strict=True):
-                yield ledger, found if isinstance(found, BkctlError) else attempt(self.parse, ledger, found)
+                yield ledger, found if isinstance(found, errors.BkctlError) else attempt(self.parse, ledger, found)
 
     def read_each(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
         """`read_many`, which raises a ledger's error in its place."""
@@ -290,7 +281,7 @@ class LedgerManager(StoredLedgerIds):
         """
         return value_of(self.write_many([(ledger, metadata, version)])[0])
 
-    def write_many(self, ledgers: Sequence[tuple[LedgerId, LedgerMetadata, int]]) -> list[int | BkctlError]:
+    def write_many(self, ledgers: Sequence[tuple[LedgerId, LedgerMetadata, int]]) -> list[int | errors.BkctlError]:
         """`write` each ledger, with the version it was read in; a ledger's error comes in its place.
 
         Raises only Unreachable.
@@ -308,19 +299,19 @@ class LedgerManager(StoredLedgerIds):
             for path, (ledger, _, version) in zip(paths, ledgers, strict=True)
         ]
 
-    def _write_result(self, ledger: LedgerId, version: int, found: int | BkctlError) -> int | BkctlError:
-        return self._write_error(ledger, version, found) if isinstance(found, BkctlError) else found
+    def _write_result(self, ledger: LedgerId, version: int, found: int | errors.BkctlError) -> int | errors.BkctlError:
+        return self._write_error(ledger, version, found) if isinstance(found, errors.BkctlError) else found
 
-    def _write_error(self, ledger: LedgerId, version: int | None, error: BkctlError) -> BkctlError:
+    def _write_error(self, ledger: LedgerId, version: int | None, error: errors.BkctlError) -> errors.BkctlError:
         """Return the store's error on a change of the ledger's metadata in the words of ledgers."""
         named = error
-        if isinstance(error, MetadataVersionConflict):
-            named = MetadataVersionConflict(
+        if isinstance(error, errors.MetadataVersionConflict):
+            named = errors.MetadataVersionConflict(
                 f"The metadata of ledger {ledger} changed since version {version} was read",
                 hint="read it and try again",
                 may_be_applied=error.may_be_applied,
             )
-        elif isinstance(error, NotFound):
+        elif isinstance(error, errors.NotFound):
             named = self._no_ledger(ledger)
         if named is not error:
             named.__cause__ = error
@@ -335,34 +326,36 @@ class LedgerManager(StoredLedgerIds):
         path = self._path_to_read(ledger)
         try:
             self.store.delete(path, version, prune=self._prunable_count(ledger, path))
-        except (MetadataVersionConflict, NotFound) as error:
+        except (errors.MetadataVersionConflict, errors.NotFound) as error:
             raise self._write_error(ledger, version, error) from error
 
     def watch_each(self, ledgers: Iterable[LedgerId], callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` as `watch` of each ledger does, without the metadata. Returns a function that cancels."""
         return watch_all(self.watch(ledger, lambda _: callback()) for ledger in ledgers)
 
-    def watch(self, ledger: LedgerId, callback: Callable[[VersionedMetadata | BkctlError], None]) -> Callable[[], None]:
+    def watch(
+        self, ledger: LedgerId, callback: Callable[[VersionedMetadata | errors.BkctlError], None]
+    ) -> Callable[[], None]:
         """Call `callback` with the ledger's metadata now, and after each change; LedgerNotFound once it is deleted.
 
         The first call comes before `watch` returns, later ones from the store's thread, once per version; intermediate
         versions may be skipped. Damaged metadata is reported as its error. Returns a function that cancels.
         """
         lock = threading.Lock()
-        reported: int | type[BkctlError] | None = None
+        reported: int | type[errors.BkctlError] | None = None
 
         def report() -> None:
             nonlocal reported
-            found: VersionedMetadata | BkctlError
+            found: VersionedMetadata | errors.BkctlError
             with lock:
                 try:
                     found = self.read(ledger)
-                except Unreachable:
+                except errors.Unreachable:
                     return  # The store calls again when the connection is back.
-                except BkctlError as error:
+                except errors.BkctlError as error:
                     found = error
-                state = type(found) if isinstance(found, BkctlError) else found.version
-                if reported == state and not isinstance(found, Corrupt):
+                state = type(found) if isinstance(found, errors.BkctlError) else found.version
+                if reported == state and not isinstance(found, errors.Corrupt):
                     return
                 reported = state
                 callback(found)
@@ -413,18 +406,18 @@ class LedgerManager(StoredLedgerIds):
             if ledger.scope_id:
                 self._check_scopes()
             elif ledger.ledger_id > I64_MAX:
-                raise UsageError(f"Ledger id {ledger.ledger_id} is 2^63 or more")
+                raise errors.UsageError(f"Ledger id {ledger.ledger_id} is 2^63 or more")
             return self.path(ledger)
-        except Conflict as error:
-            raise LedgerNotFound(f"No ledger {ledger} in {self.store.name}", hint=str(error)) from error
-        except UsageError as error:
-            raise LedgerNotFound(
+        except errors.Conflict as error:
+            raise errors.LedgerNotFound(f"No ledger {ledger} in {self.store.name}", hint=str(error)) from error
+        except errors.UsageError as error:
+            raise errors.LedgerNotFound(
                 f"No ledger {ledger} in {self.store.name}: no ledger of scope 0 can have this id here"
             ) from error
 
-    def _no_ledger(self, ledger: LedgerId) -> LedgerNotFound:
+    def _no_ledger(self, ledger: LedgerId) -> errors.LedgerNotFound:
         where = f" --ledger-scope-id {ledger.scope_id}" if ledger.is_scoped else ""
-        return LedgerNotFound(
+        return errors.LedgerNotFound(
             f"No ledger {ledger} in {self.store.name}", hint=f"'bkctl ledger list{where}' lists the existing ones"
         )
 

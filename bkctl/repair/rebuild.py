@@ -22,18 +22,7 @@ from bkctl.formats.index import LedgerData
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.index_contents import (
-    EntrySet,
-    IndexedEntry,
-    IndexRepair,
-    JournalFacts,
-    Progress,
-    decide_ledger_data,
-    is_ledger,
-    read_journals,
-    read_log_ledgers,
-    size_of,
-)
+from bkctl.repair import index_contents
 from bkctl.repair.layout import BookieLayout, Storage, prepare_building, replace_directory, time_stamp
 
 LEDGERS: Final = "ledgers"
@@ -73,7 +62,7 @@ def rebuild(
     metadata: LedgerFactsLookup | None = None,
     dry_run: bool = False,
     files: Files | None = None,
-    progress: Progress = lambda _: None,
+    progress: index_contents.Progress = lambda _: None,
 ) -> Rebuild:
     """Rebuild the chosen databases in every directory. The caller holds the directories.
 
@@ -105,7 +94,7 @@ def rebuild(
 
 
 @dataclass
-class Rebuild(IndexRepair):
+class Rebuild(index_contents.IndexRepair):
     """One rebuild, and its result: the databases, of which `_unswapped` are built and not yet swapped."""
 
     _storages: list[Storage]
@@ -122,7 +111,7 @@ class Rebuild(IndexRepair):
                 yield storage, scoped, RebuiltDatabase(storage.index_dir / f"{prefix}{name}", logs=len(logs)), logs
 
     def build_ledgers(self, journal_dirs: Collection[Path]) -> None:
-        facts = read_journals(journal_dirs, self.findings, self._progress)
+        facts = index_contents.read_journals(journal_dirs, self.findings, self._progress)
         if not journal_dirs:
             self.findings.notes.append("No journal directory is given: facts that only journals have are missing")
         for storage, scoped, row, logs in self._targets(LEDGERS):
@@ -139,15 +128,15 @@ class Rebuild(IndexRepair):
         self,
         row: RebuiltDatabase,
         found: set[LedgerId],
-        facts: dict[LedgerId, JournalFacts],
+        facts: dict[LedgerId, index_contents.JournalFacts],
         scoped: bool,
         logs: list[Path],
     ) -> None:
         old, is_complete, flags = self._old_ledgers(row)
         found |= old.keys()
         for log in logs:
-            found |= read_log_ledgers(log, self.findings, trusts_map=is_complete)
-            self._progress(size_of(log))
+            found |= index_contents.read_log_ledgers(log, self.findings, trusts_map=is_complete)
+            self._progress(index_contents.size_of(log))
         if not is_complete:
             # A ledger in an unread part is in the old locations only. The bookie deletes locations of unknown ledgers.
             locations = RebuiltDatabase(row.path.with_name(row.path.name.replace(LEDGERS, LOCATIONS)))
@@ -156,7 +145,7 @@ class Rebuild(IndexRepair):
         self.ask(found)
         with self._create(LedgersDatabase, row, scoped) as database:
             for ledger in sorted(found):
-                decided = decide_ledger_data(
+                decided = index_contents.decide_ledger_data(
                     old.get(ledger), facts.get(ledger), self.known(ledger), old_is_complete=is_complete
                 )
                 if decided is None:
@@ -203,17 +192,21 @@ class Rebuild(IndexRepair):
             return known is not None and known.liveness is liveness
 
         def choose(ledgers: set[LedgerId]) -> set[LedgerId]:
-            new = {ledger for ledger in ledgers - taken.keys() if ledger.is_scoped == scoped and is_ledger(ledger)}
+            new = {
+                ledger
+                for ledger in ledgers - taken.keys()
+                if ledger.is_scoped == scoped and index_contents.is_ledger(ledger)
+            }
             self.ask(new)
             for ledger in new:
                 taken[ledger] = (listed is None or ledger in listed) and not is_(ledger, LedgerLiveness.DEAD)
             return {ledger for ledger in ledgers if taken.get(ledger)}
 
         with self._create(LocationsDatabase, row, scoped) as database:
-            target = EntrySet() if database is None else database
+            target = index_contents.EntrySet() if database is None else database
             row.entries_saved = self.copy_entries(logs, home, target, choose, self._old_locations(row)).total()
             # Count copies of an entry in several logs as one.
-            if isinstance(target, EntrySet):
+            if isinstance(target, index_contents.EntrySet):
                 row.entries = sum(count for count, _ in target.extents().values())
             else:
                 row.entries = sum(map(len, target.batches()))
@@ -241,7 +234,7 @@ class Rebuild(IndexRepair):
             )
             return None
 
-    def _old_locations(self, row: RebuiltDatabase) -> Iterator[IndexedEntry]:
+    def _old_locations(self, row: RebuiltDatabase) -> Iterator[index_contents.IndexedEntry]:
         """Yield the entries of the old database; count them in `row`."""
         count = 0
         try:

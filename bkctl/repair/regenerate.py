@@ -28,19 +28,7 @@ from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT
 from bkctl.formats.names import SCOPED_DIRECTORY, UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFactsLookup
-from bkctl.repair.index_contents import (
-    EntrySet,
-    IndexedEntry,
-    IndexRepair,
-    Progress,
-    RepairFindings,
-    decide_ledger_data,
-    header_data,
-    later_lac,
-    read_journals,
-    read_log_ledgers,
-    size_of,
-)
+from bkctl.repair import index_contents
 from bkctl.repair.layout import BookieLayout, backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
@@ -82,7 +70,7 @@ def regenerate(
     metadata: LedgerFactsLookup | None = None,
     dry_run: bool = False,
     files: Files | None = None,
-    progress: Progress = lambda _: None,
+    progress: index_contents.Progress = lambda _: None,
 ) -> Regeneration:
     """Rebuild the index files of `ledgers` (None: every ledger with an index or entries, in `scope_id` if given).
 
@@ -109,7 +97,7 @@ def regenerate(
 
 
 @dataclass
-class Regeneration(IndexRepair):
+class Regeneration(index_contents.IndexRepair):
     """One regeneration, and its result.
 
     `without_key` are ledgers left unchanged because their master key is unknown, `dead` are ledgers that are no longer
@@ -137,7 +125,7 @@ class Regeneration(IndexRepair):
     def choose(self, ledgers: Collection[LedgerId] | None, scope_id: int | None, master_key: bytes | None) -> None:
         """Choose the ledgers that get a new index, and their headers; leave out dead ones, and ones without a key."""
         directories = self._layout.index_dirs
-        facts = read_journals(self._layout.journal_dirs, self.findings, self._progress)
+        facts = index_contents.read_journals(self._layout.journal_dirs, self.findings, self._progress)
         with BookieIndexes(BookieDirectories(index_dirs=directories)) as indexes:
             paths: defaultdict[LedgerId, list[Path]] = defaultdict(list)
             for ledger, file, _ in first_files(indexes):
@@ -160,7 +148,9 @@ class Regeneration(IndexRepair):
             path, *further = paths.get(ledger, [new_path])
             row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
             old = self._old_header(row, paths.get(ledger, []))
-            decided = decide_ledger_data(old, facts.get(ledger), self.known(ledger), old_is_complete=False)
+            decided = index_contents.decide_ledger_data(
+                old, facts.get(ledger), self.known(ledger), old_is_complete=False
+            )
             if decided is None:
                 self.dead.append(ledger)
                 continue
@@ -184,8 +174,8 @@ class Regeneration(IndexRepair):
         logs = [log for scoped in (False, True) for log in self._layout.logs(scoped=scoped)]
         found: set[LedgerId] = set()
         for log in logs:
-            found |= read_log_ledgers(log, RepairFindings())
-            self._progress(size_of(log))
+            found |= index_contents.read_log_ledgers(log, index_contents.RepairFindings())
+            self._progress(index_contents.size_of(log))
         return found
 
     def _old_header(self, row: RegeneratedIndex, paths: Iterable[Path]) -> LedgerData | None:
@@ -194,7 +184,7 @@ class Regeneration(IndexRepair):
         for path in paths:
             try:
                 with LedgerIndexReader.open(path) as reader:
-                    data = header_data(reader)
+                    data = index_contents.header_data(reader)
                     row.entries_before = (row.entries_before or 0) + sum(1 for _ in reader.locations())
             except (Corrupt, TruncatedRecord, Unsupported) as error:
                 self.findings.notes.append(str(error))
@@ -202,7 +192,7 @@ class Regeneration(IndexRepair):
             self._old[row.ledger].append(path)
             if merged is not None:
                 packet = (
-                    later_lac(merged.explicit_lac or None, data.explicit_lac)
+                    index_contents.later_lac(merged.explicit_lac or None, data.explicit_lac)
                     if data.explicit_lac
                     else merged.explicit_lac
                 )
@@ -214,7 +204,7 @@ class Regeneration(IndexRepair):
     def build(self) -> None:
         """Read the logs and build the index files beside the old ones; in a dry run only count."""
         self.clean_up()
-        target: IndexFileBuilder | EntrySet = EntrySet()
+        target: IndexFileBuilder | index_contents.EntrySet = index_contents.EntrySet()
         if not self.dry_run:
             for place in self._buildings.values():
                 place.mkdir(DIRECTORY_MODE)
@@ -226,13 +216,13 @@ class Regeneration(IndexRepair):
             wanted = {ledger for ledger in self._rows if ledger.is_scoped == scoped}
             logs = self._layout.logs(scoped=scoped)
             if not wanted:
-                self._progress(sum(map(size_of, logs)))
+                self._progress(sum(map(index_contents.size_of, logs)))
                 continue
             home = (homes[0] if len(homes) == 1 else Path()) / (SCOPED_DIRECTORY if scoped else "")
             old = self._old_entries(sorted(wanted & self._old.keys()))
             for ledger, count in self.copy_entries(logs, home, target, wanted.intersection, old).items():
                 self._rows[ledger].entries_saved = count
-        if isinstance(target, EntrySet):
+        if isinstance(target, index_contents.EntrySet):
             for ledger, extent in target.extents().items():
                 self._rows[ledger].entries, self._rows[ledger].last_entry_id = extent
             return
@@ -245,7 +235,7 @@ class Regeneration(IndexRepair):
                 f"{target.refused} entries have ids above {ENTRY_ID_MAX}: index files cannot hold them"
             )
 
-    def _old_entries(self, ledgers: list[LedgerId]) -> Iterator[IndexedEntry]:
+    def _old_entries(self, ledgers: list[LedgerId]) -> Iterator[index_contents.IndexedEntry]:
         """Yield the entries of the old index."""
         for ledger in ledgers:
             for path in self._old[ledger]:
@@ -341,7 +331,7 @@ class IndexFileBuilder:
         if len(self._handles) >= _HANDLES_MAX:
             self.flush()
 
-    def put_all(self, entries: Iterable[IndexedEntry]) -> int:
+    def put_all(self, entries: Iterable[index_contents.IndexedEntry]) -> int:
         """Set the locations of entries of added ledgers; a later one wins. Return the number of entries."""
         count = 0
         waiting = iter(entries)

@@ -17,22 +17,9 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
+from bkctl import errors
 from bkctl.client.ledger import BookKeeper
 from bkctl.columns import some_of
-from bkctl.errors import (
-    BkctlError,
-    BookieUnavailable,
-    Conflict,
-    Corrupt,
-    LedgerLengthUnknown,
-    LedgerNotFound,
-    LedgerRecoveryFailed,
-    MetadataVersionConflict,
-    NotEnoughBookies,
-    NotFound,
-    TimedOut,
-    Unreachable,
-)
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import COOKIES, RegisteredBookie
@@ -101,7 +88,7 @@ class BookieMover:
 
     async def held(
         self, ids: Iterable[LedgerId] | None = None, *, doubtful: bool = False
-    ) -> AsyncGenerator[tuple[LedgerId, HeldLedger | BkctlError], None]:
+    ) -> AsyncGenerator[tuple[LedgerId, HeldLedger | errors.BkctlError], None]:
         """Yield the ledgers that name the leaving bookies, as `ledgers_on`; a thread reads the metadata."""
         found = ledgers_on(self.cluster, self.leaving, ids, doubtful=doubtful)
         while batch := await asyncio.to_thread(lambda: list(islice(found, _BATCH_COUNT))):
@@ -109,7 +96,9 @@ class BookieMover:
                 yield ledger
 
     async def held_by(
-        self, look: Callable[[LedgerId, HeldLedger | BkctlError], Awaitable[T]], ids: Iterable[LedgerId] | None = None
+        self,
+        look: Callable[[LedgerId, HeldLedger | errors.BkctlError], Awaitable[T]],
+        ids: Iterable[LedgerId] | None = None,
     ) -> AsyncGenerator[T, None]:
         """Yield the result of `look` for each ledger of `held`, in order; several looks run at once."""
         async with contextlib.aclosing(self.held(ids)) as ledgers:
@@ -127,9 +116,9 @@ class BookieMover:
         """
         up = {bookie.bookie_id for bookie in await self.registered()}
 
-        async def look(ledger: LedgerId, held: HeldLedger | BkctlError) -> list[PlannedFragment | LedgerMove]:
-            if isinstance(held, BkctlError):
-                if ids is not None and isinstance(held, LedgerNotFound):
+        async def look(ledger: LedgerId, held: HeldLedger | errors.BkctlError) -> list[PlannedFragment | LedgerMove]:
+            if isinstance(held, errors.BkctlError):
+                if ids is not None and isinstance(held, errors.LedgerNotFound):
                     raise held
                 return [LedgerMove(ledger, MoveOutcome.FAILED, problem=held.message)]
             if self.skip_open and held.metadata.state is LedgerState.OPEN:
@@ -146,7 +135,7 @@ class BookieMover:
         try:
             unreadable = await self.lost_entries.find(held, up)
             open_problem = await self.open_problem(held, up)
-        except BkctlError as error:
+        except errors.BkctlError as error:
             return [LedgerMove(held.ledger, MoveOutcome.FAILED, held.metadata.state, problem=error.message)]
         planned: list[PlannedFragment | LedgerMove] = []
         for fragment in held.fragments:
@@ -159,7 +148,7 @@ class BookieMover:
             problem = f"No bookie that answers has {spans_text(spans)}{silent}" if spans else open_problem
             try:
                 targets = await self.replicator.targets(fragment, exclude=self.unfit)
-            except NotEnoughBookies as error:
+            except errors.NotEnoughBookies as error:
                 if fragment.held_count != 0:
                     problem = error.message
             lost = lost and bool(targets) and open_problem is None
@@ -200,15 +189,15 @@ class BookieMover:
                     resume.record(result.ledger, result.entry_count, result.size_bytes)
                 yield result
 
-    async def left(self) -> list[tuple[LedgerId, BkctlError | None]]:
+    async def left(self) -> list[tuple[LedgerId, errors.BkctlError | None]]:
         """Return the ledgers of every scope that still have entries on the leaving bookies.
 
         A ledger with unreadable metadata may have some; it comes with the error.
         """
-        left: list[tuple[LedgerId, BkctlError | None]] = []
+        left: list[tuple[LedgerId, errors.BkctlError | None]] = []
         async with contextlib.aclosing(self.held(doubtful=True)) as ledgers:
             async for ledger, held in ledgers:
-                if isinstance(held, BkctlError):
+                if isinstance(held, errors.BkctlError):
                     left.append((ledger, held))
                 elif held.holds_entries:
                     left.append((ledger, None))
@@ -234,7 +223,7 @@ class BookieMover:
             up = {bookie.bookie_id for bookie in self.cluster.bookies.list(include_down=False)}
             for bookie_id in sorted(self.leaving):
                 if bookie_id in up:
-                    raise Conflict(f"Bookie {bookie_id} is up, and needs its cookie", hint="stop it first")
+                    raise errors.Conflict(f"Bookie {bookie_id} is up, and needs its cookie", hint="stop it first")
                 found = self.cluster.store.get(f"{COOKIES}/{bookie_id}")
                 if found is not None:
                     self.cluster.cookies.remove(bookie_id, found.version)
@@ -290,7 +279,7 @@ class MoveQueue:
 
     mover: BookieMover
     waiting: Iterator[LedgerId]
-    _read: deque[tuple[LedgerId, VersionedMetadata | BkctlError | None]] = field(default_factory=deque)
+    _read: deque[tuple[LedgerId, VersionedMetadata | errors.BkctlError | None]] = field(default_factory=deque)
     #: A heap: the ledger that is due first comes first.
     _locked: list[_Attempt] = field(default_factory=list)
     _running: dict[asyncio.Task[LedgerMove | None], _Attempt] = field(default_factory=dict)
@@ -319,7 +308,7 @@ class MoveQueue:
                             break
                         ahead = self._read_ahead()
                     ledger, found = self._read.popleft()
-                    known = None if isinstance(found, BkctlError) else found
+                    known = None if isinstance(found, errors.BkctlError) else found
                     now = time.monotonic()
                     self._start(_Attempt(now, ledger, now), known)
                 self.mover.progress.locked_count = len(self._locked)
@@ -331,7 +320,7 @@ class MoveQueue:
         finally:
             await cancel_and_wait(ahead, *self._running)
 
-    def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
+    def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | errors.BkctlError]]]:
         batch = list(islice(self.waiting, CONCURRENCY))
         return asyncio.create_task(asyncio.to_thread(lambda: list(self.mover.cluster.ledgers.read_many(batch))))
 
@@ -395,13 +384,13 @@ class MoveQueue:
         try:
             try:
                 lock = await run_to_end(self._lock(ledger))
-            except Conflict as error:
+            except errors.Conflict as error:
                 is_locked_by_another = True
                 if is_last:
                     problem = f"{error.message}, for too long; 'bkctl autorecovery status' shows the locks"
                     return LedgerMove(ledger, MoveOutcome.FAILED, problem=problem)
                 if copies_ahead:
-                    with contextlib.suppress(BkctlError):  # The move under the lock meets it again.
+                    with contextlib.suppress(errors.BkctlError):  # The move under the lock meets it again.
                         mover = self.mover
                         await mover.replicator.copy_ahead(ledger, mover.leaving, skip_open=mover.skip_open)
                 return None
@@ -425,14 +414,16 @@ class MoveQueue:
                 found = None
                 if not any(fragment.outcome is Outcome.SUPERSEDED for fragment in replication.fragments):
                     break
-        except LedgerNotFound:
+        except errors.LedgerNotFound:
             return LedgerMove(ledger, MoveOutcome.GONE)
-        except BkctlError as error:
-            if isinstance(error, TimedOut):
+        except errors.BkctlError as error:
+            if isinstance(error, errors.TimedOut):
                 await asyncio.to_thread(mover.cluster.instance_id)  # Raises if the silent server is the store.
-            elif isinstance(error, Unreachable) and not isinstance(error, LedgerRecoveryFailed | BookieUnavailable):
+            elif isinstance(error, errors.Unreachable) and not isinstance(
+                error, errors.LedgerRecoveryFailed | errors.BookieUnavailable
+            ):
                 raise
-            problem = str(error) if isinstance(error, LedgerLengthUnknown) else error.message
+            problem = str(error) if isinstance(error, errors.LedgerLengthUnknown) else error.message
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=problem)
         moved = _result_of(ledger, state, replication, serves=not mover.fence)
         if moved.outcome is MoveOutcome.MOVED and ledger in mover.progress.plan.marked:
@@ -445,7 +436,7 @@ class MoveQueue:
 
     def _unmark(self, ledger: LedgerId) -> None:
         """Delete the ledger's mark if it names leaving bookies only; otherwise a worker replicates the other ones."""
-        with contextlib.suppress(NotFound, MetadataVersionConflict, Corrupt):
+        with contextlib.suppress(errors.NotFound, errors.MetadataVersionConflict, errors.Corrupt):
             mark = self._state.marks.get(ledger)
             if mark is not None and self.mover.leaving.issuperset(mark.missing_replicas):
                 self._state.marks.remove(ledger, mark.version)

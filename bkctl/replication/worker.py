@@ -22,17 +22,9 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+from bkctl import errors
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
-from bkctl.errors import (
-    BkctlError,
-    Conflict,
-    LedgerNotFound,
-    MetadataVersionConflict,
-    NotEnoughBookies,
-    NotFound,
-    Unreachable,
-)
 from bkctl.ids import LedgerId
 from bkctl.metadata.store import Claim
 from bkctl.metadata.underreplication import (
@@ -142,7 +134,7 @@ class ReplicationWorker:
                     wake.clear()
                     try:
                         wait_s = await self.work_once()
-                    except BkctlError as error:
+                    except errors.BkctlError as error:
                         log.warning("Replication retries in %g s: %s", self._back_off_s, error)
                         wait_s = self._back_off_s
                         await asyncio.sleep(wait_s)
@@ -215,11 +207,11 @@ class ReplicationWorker:
             # The lock may have been taken before the cancellation.
             await run_to_end(self._unlock(ledger))
             raise
-        except Unreachable:
+        except errors.Unreachable:
             raise
-        except Conflict:
+        except errors.Conflict:
             return LedgerOutcome.SKIPPED
-        except BkctlError as error:
+        except errors.BkctlError as error:
             if ledger not in self._damaged:
                 log.warning("The mark of ledger %s cannot be used: %s", ledger, error)
                 self._damaged.add(ledger)
@@ -228,13 +220,13 @@ class ReplicationWorker:
         try:
             outcome = await self._replicate_locked(ledger, lock)
         except Exception as error:  # noqa: BLE001 - one ledger, which does not keep the others waiting
-            if isinstance(error, LockLost | NotEnoughBookies | Unreachable):
+            if isinstance(error, LockLost | errors.NotEnoughBookies | errors.Unreachable):
                 log.warning("Ledger %s is not replicated now: %s", ledger, error)
             else:
                 _log_failure(ledger, error)
             self.stats.exceptions[type(error).__name__] += 1
             await self._publish(ledger, str(error) or type(error).__name__)
-            if isinstance(error, Unreachable):
+            if isinstance(error, errors.Unreachable):
                 await asyncio.to_thread(self._state.settings.is_enabled)  # Raises if it is the store, not only bookies.
         finally:
             self._reasons.pop(ledger, None)
@@ -267,7 +259,7 @@ class ReplicationWorker:
             if _is_healthy(check) and await self._mend_placement(check, lock):
                 await self._unmark(mark, lock)
                 return LedgerOutcome.DONE
-        except LedgerNotFound:
+        except errors.LedgerNotFound:
             log.info("Ledger %s was deleted meanwhile", ledger)
             await self._unmark(mark, lock)
             return LedgerOutcome.DONE
@@ -306,9 +298,9 @@ class ReplicationWorker:
         """Return None after an error, which is logged: the next check finds the fragment again."""
         try:
             return await self._replicator.replicate(check, fragment, targets=targets, lock=lock)
-        except (LedgerNotFound, LockLost):
+        except (errors.LedgerNotFound, LockLost):
             raise
-        except BkctlError as error:
+        except errors.BkctlError as error:
             log.warning("Ledger %s from entry %d: %s", check.ledger, fragment.first_entry_id, error)
             self._reasons[check.ledger] = str(error)
             self.stats.exceptions[type(error).__name__] += 1
@@ -380,7 +372,7 @@ class ReplicationWorker:
         """Publish why the ledger was not replicated, for operators. A store that refuses does not stop the work."""
 
         def publish() -> None:
-            with contextlib.suppress(BkctlError):
+            with contextlib.suppress(errors.BkctlError):
                 present = self._failures.get(ledger)
                 attempts = 1 if present is None else present.attempts + 1
                 now_ms = time.time_ns() // 1_000_000
@@ -394,7 +386,7 @@ class ReplicationWorker:
 
         def unmark() -> None:
             _check_held(lock, mark.ledger)
-            with contextlib.suppress(NotFound, MetadataVersionConflict):
+            with contextlib.suppress(errors.NotFound, errors.MetadataVersionConflict):
                 self._state.marks.remove(mark.ledger, mark.version)
                 self._failures.remove(mark.ledger)
 
@@ -430,7 +422,7 @@ class ReplicationWorker:
 
         Source: ReplicationWorker.deferLedgerLockRelease.
         """
-        with contextlib.suppress(LedgerNotFound):
+        with contextlib.suppress(errors.LedgerNotFound):
             check = await self._look(ledger)
             if check.needs_recovery:
                 await asyncio.to_thread(_check_held, lock, ledger)
@@ -456,7 +448,7 @@ class ReplicationWorker:
 
 def _log_failure(ledger: LedgerId, error: Exception) -> None:
     """Log why the ledger was not replicated; with a traceback if bkctl does not know the error."""
-    unexpected = None if isinstance(error, BkctlError) else error
+    unexpected = None if isinstance(error, errors.BkctlError) else error
     log.warning("Ledger %s could not be replicated: %s", ledger, error, exc_info=unexpected)
 
 

@@ -19,19 +19,7 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.options import flag
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
-from .common import (
-    ForJob,
-    Job,
-    JobOptions,
-    JobResult,
-    LedgersToScan,
-    Places,
-    SparkOptions,
-    Sums,
-    ledger_of,
-    read_job,
-    show_result,
-)
+from . import common
 from .saves import BARS_MAX, NO_SAVES, PAGE, Bar, PageTable, Plot, check_saves, table, top_rows, write_pages
 
 if TYPE_CHECKING:
@@ -46,7 +34,7 @@ def _integers(spare: int = 0, kind: Kind = Kind.INTEGER, **titles: str | None) -
     return [Column(title, name, name, kind, spare=spare) for name, title in titles.items()]
 
 
-LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
+LEDGER = Column("LEDGER", "ledger", common.ledger_of, Kind.LEDGER)
 BOOKIE = Column("BOOKIE", "bookieId", "bookieId")
 FILE = Column("FILE", "file", "file", flexible=True, spare=2)
 LEDGERS, BOOKIES, LOGS, ENTRIES = _integers(
@@ -83,8 +71,8 @@ INVENTORY_COLUMNS = {
 @command(app, "inventory", connects=True, prints=rows_of(INVENTORY_COLUMNS))
 def inventory(
     run: Run,
-    ledgers: LedgersToScan,
-    given: ForJob,
+    ledgers: common.LedgersToScan,
+    given: common.ForJob,
     by: Annotated[
         InventoryBy, flag("--by WHAT", "A row for each bookie, entrylog, scope, ledger or application.")
     ] = InventoryBy.BOOKIE,
@@ -99,15 +87,15 @@ def inventory(
     $ bkctl pipeline inventory
     $ bkctl pipeline inventory --conf bk_server.conf --by scope
     """
-    show_result(run, given, InventoryResult, by, connects=by is InventoryBy.APPLICATION, ledgers=ledgers)
+    common.show_result(run, given, InventoryResult, by, connects=by is InventoryBy.APPLICATION, ledgers=ledgers)
 
 
-class InventoryResult(JobResult):
+class InventoryResult(common.JobResult):
     """The inventory of some bookies, scanned once for rows and page."""
 
     label, title, columns = "inventory", "Inventory", INVENTORY_COLUMNS
 
-    def __init__(self, job: Job, *, ledgers: ScanFilter = EVERY_LEDGER, held: Frame | None = None) -> None:
+    def __init__(self, job: common.Job, *, ledgers: ScanFilter = EVERY_LEDGER, held: Frame | None = None) -> None:
         from bkctl.spark.jobs.entries import shares_of
         from bkctl.spark.jobs.inventory import damages, shares
 
@@ -126,7 +114,7 @@ class InventoryResult(JobResult):
     def lines(self) -> list[str]:
         return ["Bytes and entries in the entry logs; every copy of an entry counts."]
 
-    def notes(self, shown: Sums) -> list[str]:
+    def notes(self, shown: common.Sums) -> list[str]:
         return [f"{size_text(shown['size'])} in {counted(shown['entryCount'], 'entry')}"]
 
     def problems(self) -> list[BkctlError]:
@@ -183,8 +171,8 @@ INTEGRITY_COLUMNS = {
 @command(app, "integrity", connects=True, prints=rows_of(INTEGRITY_COLUMNS))
 def integrity(
     run: Run,
-    ledgers: LedgersToScan,
-    given: ForJob,
+    ledgers: common.LedgersToScan,
+    given: common.ForJob,
     no_indexes: Annotated[
         bool, flag("--no-indexes", "Read entry logs and journals only: for copies without indexes.")
     ] = False,
@@ -204,16 +192,16 @@ def integrity(
 
     $ bkctl pipeline integrity
     """
-    show_result(run, given, IntegrityResult, by, ledgers=ledgers, indexes=not no_indexes)
+    common.show_result(run, given, IntegrityResult, by, ledgers=ledgers, indexes=not no_indexes)
 
 
-class IntegrityResult(JobResult):
+class IntegrityResult(common.JobResult):
     """The findings of one run."""
 
     label, title, columns = "integrity", "Integrity", INTEGRITY_COLUMNS
 
     def __init__(
-        self, job: Job, *, ledgers: ScanFilter = EVERY_LEDGER, indexes: bool = True, held: Frame | None = None
+        self, job: common.Job, *, ledgers: ScanFilter = EVERY_LEDGER, indexes: bool = True, held: Frame | None = None
     ) -> None:
         from bkctl.spark.jobs.integrity import integrity
 
@@ -231,7 +219,7 @@ class IntegrityResult(JobResult):
         same = ("problem", "intactCount", "writeQuorumSize", "ledgerState")
         return entry_ranges(self.result.findings, by.value, same, self._connection)
 
-    def finding_count(self, shown: Sums) -> int:
+    def finding_count(self, shown: common.Sums) -> int:
         return shown.get("findingCount", shown.count)
 
     @cached_property
@@ -293,7 +281,7 @@ GARBAGE_COLUMNS = {
 def garbage(
     run: Run,
     thresholds: ThresholdOptions,
-    given: ForJob,
+    given: common.ForJob,
     by: Annotated[
         GarbageBy, flag("--by WHAT", "A row for each entrylog, bookie, or orphaned ledger.")
     ] = GarbageBy.ENTRYLOG,
@@ -306,15 +294,15 @@ def garbage(
 
     $ bkctl pipeline garbage --by bookie
     """
-    show_result(run, given, GarbageResult, by, thresholds=thresholds_of(run, thresholds))
+    common.show_result(run, given, GarbageResult, by, thresholds=thresholds_of(run, thresholds))
 
 
-class GarbageResult(JobResult):
+class GarbageResult(common.JobResult):
     """The garbage of some bookies, read once for rows and page."""
 
     label, title, columns = "garbage", "Garbage", GARBAGE_COLUMNS
 
-    def __init__(self, job: Job, *, thresholds: Any) -> None:
+    def __init__(self, job: common.Job, *, thresholds: Any) -> None:
         from bkctl.spark.jobs.garbage import garbage_shares, uses
 
         assert job.connection is not None
@@ -330,7 +318,7 @@ class GarbageResult(JobResult):
 
     @cached_property
     def lines(self) -> list[str]:
-        sums = Sums(self.rows(GarbageBy.BOOKIE).collect())
+        sums = common.Sums(self.rows(GarbageBy.BOOKIE).collect())
         orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger")
         return [
             f"{size_text(sums['totalSize'])} of entries in {counted(sums['logCount'], 'log')}, "
@@ -414,8 +402,8 @@ AUDIT_COLUMNS = {
 @command(app, "journal-audit", connects=True, prints=rows_of(AUDIT_COLUMNS))
 def journal_audit(
     run: Run,
-    ledgers: LedgersToScan,
-    given: ForJob,
+    ledgers: common.LedgersToScan,
+    given: common.ForJob,
     by: Annotated[
         AuditBy,
         flag(
@@ -436,15 +424,15 @@ def journal_audit(
     $ bkctl pipeline journal-audit
     """
     connects = run.access.names_metadata or (given.places == ([], None) and run.access.conf is None)
-    show_result(run, given, JournalAuditResult, by, connects=connects, ledgers=ledgers)
+    common.show_result(run, given, JournalAuditResult, by, connects=connects, ledgers=ledgers)
 
 
-class JournalAuditResult(JobResult):
+class JournalAuditResult(common.JobResult):
     """The journals of some bookies, read once for rows and page."""
 
     label, title, columns = "journal audit", "Journals", AUDIT_COLUMNS
 
-    def __init__(self, job: Job, *, ledgers: ScanFilter = EVERY_LEDGER, held: Frame | None = None) -> None:
+    def __init__(self, job: common.Job, *, ledgers: ScanFilter = EVERY_LEDGER, held: Frame | None = None) -> None:
         from bkctl.spark.jobs.journal_audit import audit
 
         self._connection = job.connection
@@ -461,7 +449,7 @@ class JournalAuditResult(JobResult):
 
     @cached_property
     def lines(self) -> list[str]:
-        sums = Sums(self._found.journals.collect())
+        sums = common.Sums(self._found.journals.collect())
         return [
             f"A crash now would replay {sums['replayRecordCount']:,} records "
             f"({size_text(sums['replaySize'])}) of {sums.count:,} journals; {sums['unloggedCount']:,} entries "
@@ -474,7 +462,7 @@ class JournalAuditResult(JobResult):
         rows = self._found.journals.filter("damaged").select("file", "problem").collect()
         return [Corrupt(f"{row.file}: {row.problem}") for row in rows]
 
-    def finding_count(self, shown: Sums) -> int:
+    def finding_count(self, shown: common.Sums) -> int:
         """Return the number of findings: journals with a problem or records behind their end, and lost live entries."""
         journals = self._found.journals.filter("problem IS NOT NULL OR recordsBehind > 0").count()
         return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()
@@ -515,8 +503,8 @@ REPORT_COLUMNS = Columns(
 def report(
     run: Run,
     thresholds: ThresholdOptions,
-    spark: SparkOptions,
-    places: Places,
+    spark: common.SparkOptions,
+    places: common.Places,
     save: Annotated[list[str] | None, flag("--save PATH", "Write the page: NAME.html; repeatable.")] = None,
     textfile: Annotated[
         Path | None,
@@ -541,7 +529,7 @@ def report(
     if not saves.paths and textfile is None:
         raise UsageError("The report has no file", hint="add --save report.html")
     limits = thresholds_of(run, thresholds)
-    with read_job(run, JobOptions(spark, places, NO_SAVES), "report") as job:
+    with common.read_job(run, common.JobOptions(spark, places, NO_SAVES), "report") as job:
         from bkctl.spark.jobs.entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.
@@ -551,7 +539,7 @@ def report(
         wasted = GarbageResult(job, thresholds=limits)
         audited = JournalAuditResult(job, held=held)
         inventory = sized.rows(InventoryBy.BOOKIE).collect()
-        sums = Sums(inventory)
+        sums = common.Sums(inventory)
         sections = [result.section() for result in (sized, checked, wasted, audited)] if saves.paths else []
         parts = [
             (
@@ -561,7 +549,7 @@ def report(
             ),
             ("integrity", checked.result.findings.count(), "; ".join(checked.lines)),
             ("garbage", len(wasted.problems()), wasted.lines[0]),
-            ("journal-audit", audited.finding_count(Sums()), audited.lines[0]),
+            ("journal-audit", audited.finding_count(common.Sums()), audited.lines[0]),
         ]  # fmt: skip
         if textfile is not None:
             _write_textfile(

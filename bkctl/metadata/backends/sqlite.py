@@ -21,28 +21,9 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, Final
 
+from bkctl import errors
 from bkctl.disk import FILE_MODE
-from bkctl.errors import (
-    AlreadyExists,
-    BkctlError,
-    Conflict,
-    Corrupt,
-    MetadataVersionConflict,
-    NotFound,
-    TimedOut,
-    Unreachable,
-    Unsupported,
-    UsageError,
-    on_error,
-)
-from bkctl.metadata.backends.sessions import (
-    PolledWatch,
-    PolledWatches,
-    SessionStore,
-    may_live,
-    process_identity,
-    process_start,
-)
+from bkctl.metadata.backends import sessions
 from bkctl.metadata.store import NEW, RACKS, Claim, Versioned, attempt, check_path, check_size
 
 HEARTBEAT_MS: Final = 2_000
@@ -86,11 +67,11 @@ class _SqliteFile:
         if create:
             directory = os.path.dirname(file)
             if not os.path.isdir(directory):
-                raise NotFound(f"No directory {directory} for the metadata store")
+                raise errors.NotFound(f"No directory {directory} for the metadata store")
         elif not os.path.isfile(file):
-            raise NotFound(f"No metadata store at {file}", hint="start a local cluster with 'bkctl local up'")
+            raise errors.NotFound(f"No metadata store at {file}", hint="start a local cluster with 'bkctl local up'")
         self._connection = self._connect(create)
-        with on_error(self._connection.close), self._errors():
+        with errors.on_error(self._connection.close), self._errors():
             self._open_schema(create)
 
     def _connect(self, create: bool) -> sqlite3.Connection:
@@ -122,14 +103,14 @@ class _SqliteFile:
                     self._connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                     self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
                 elif empty:
-                    raise NotFound(
+                    raise errors.NotFound(
                         f"{self.file} is empty, not a metadata store",
                         hint="start a local cluster with 'bkctl local up'",
                     )
         if self._pragma("application_id") != _APPLICATION_ID:
-            raise Corrupt(f"{self.file} is a database of another program, not a metadata store")
+            raise errors.Corrupt(f"{self.file} is a database of another program, not a metadata store")
         if (version := self._pragma("user_version")) != _SCHEMA_VERSION:
-            raise Unsupported(
+            raise errors.Unsupported(
                 f"{self.file} has store version {version}; this release knows {_SCHEMA_VERSION}", hint="update bkctl"
             )
         deadline = time.monotonic() + self.timeout_s
@@ -151,15 +132,15 @@ class _SqliteFile:
         except sqlite3.Error as error:
             raise self._translate(error) from error
 
-    def _translate(self, error: sqlite3.Error) -> BkctlError:
+    def _translate(self, error: sqlite3.Error) -> errors.BkctlError:
         code = getattr(error, "sqlite_errorname", "")
         if _is_busy(error):
-            return TimedOut(f"{self.file} is locked by another process for more than {self.timeout_s:g} s")
+            return errors.TimedOut(f"{self.file} is locked by another process for more than {self.timeout_s:g} s")
         if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_FORMAT")):
-            return Corrupt(f"{self.file} is damaged, or not a metadata store: {error}")
+            return errors.Corrupt(f"{self.file} is damaged, or not a metadata store: {error}")
         if code.startswith("SQLITE_CANTOPEN") or isinstance(error, sqlite3.ProgrammingError):
-            return Unreachable(f"{self.file} cannot be opened: {error}")
-        return BkctlError(f"{self.file}: {error}")
+            return errors.Unreachable(f"{self.file} cannot be opened: {error}")
+        return errors.BkctlError(f"{self.file}: {error}")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -176,9 +157,9 @@ class _SqliteFile:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise Unreachable(f"{self.name} is closed")
+            raise errors.Unreachable(f"{self.name} is closed")
         if _identity(self.file) != self._identity:  # SQLite would go on with the file that is gone.
-            raise Unreachable(f"{self.file} was removed or replaced", hint="start this process again")
+            raise errors.Unreachable(f"{self.file} was removed or replaced", hint="start this process again")
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock, self._errors():
@@ -189,7 +170,7 @@ class _SqliteFile:
         """Return these columns of a node, None for a missing node."""
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
-    def _states(self, watches: list[PolledWatch]) -> Iterator[int | None]:
+    def _states(self, watches: list[sessions.PolledWatch]) -> Iterator[int | None]:
         for watch in watches:
             row = self._node("children_changed" if watch.children else "changed", watch.path)
             yield None if row is None else row[0]
@@ -203,7 +184,7 @@ def _identity(file: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-class SqliteStore(_SqliteFile, SessionStore):
+class SqliteStore(_SqliteFile, sessions.SessionStore):
     """`MetadataStore` on the SQLite file `file`.
 
     With `create`, a missing file and its tables are created. Raises NotFound for a missing file (with `create`: a
@@ -211,11 +192,11 @@ class SqliteStore(_SqliteFile, SessionStore):
     """
 
     def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
-        SessionStore.__init__(self)
+        sessions.SessionStore.__init__(self)
         self._session: int | None = None
         #: Some ephemerals were lost, and must be created again.
         self._has_lost = False
-        self._watches = PolledWatches(self._states)
+        self._watches = sessions.PolledWatches(self._states)
         self._sessions_checked_at = float("-inf")
         self._thread: threading.Thread | None = None
         _SqliteFile.__init__(self, file, timeout_s, create=create)
@@ -244,7 +225,7 @@ class SqliteStore(_SqliteFile, SessionStore):
         with self._transaction() as connection:
             return self._put(connection, path, value, expected)
 
-    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | errors.BkctlError]:
         """See MetadataStore.put_many: one transaction."""
         self._end_dead_sessions()
         with self._transaction() as connection:
@@ -255,11 +236,11 @@ class SqliteStore(_SqliteFile, SessionStore):
         check_size(path, value)
         row = _row(connection, "version", path)
         if row is None and expected not in (NEW, None):
-            raise NotFound(f"No {path} in {self.name}")
+            raise errors.NotFound(f"No {path} in {self.name}")
         if row is not None and expected == NEW:
-            raise AlreadyExists(f"{path or 'The root'} exists in {self.name}")
+            raise errors.AlreadyExists(f"{path or 'The root'} exists in {self.name}")
         if row is not None and expected not in (None, row[0]):
-            raise MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
+            raise errors.MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
         change = _next_change(connection)
         if row is None:
             _insert(connection, path, value, None, change)
@@ -274,16 +255,16 @@ class SqliteStore(_SqliteFile, SessionStore):
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
         if not path:
-            raise UsageError("The root of the metadata store cannot be deleted")
+            raise errors.UsageError("The root of the metadata store cannot be deleted")
         with self._transaction() as connection:
             self._held.pop(path, None)
             row = _row(connection, "version", path)
             if row is None:
-                raise NotFound(f"No {path} in {self.name}")
+                raise errors.NotFound(f"No {path} in {self.name}")
             if expected is not None and row[0] != expected:
-                raise MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
+                raise errors.MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
             if _has_children(connection, path):
-                raise Conflict(f"{path} has children in {self.name}")
+                raise errors.Conflict(f"{path} has children in {self.name}")
             change = _next_change(connection)
             _remove(connection, path, change)
             for _ in range(prune):
@@ -348,7 +329,7 @@ class SqliteStore(_SqliteFile, SessionStore):
             if numbered:
                 path += f"{_next_number(connection, path):010d}"
             if _row(connection, "1", path) is not None:
-                raise AlreadyExists(f"{path} exists in {self.name}")
+                raise errors.AlreadyExists(f"{path} exists in {self.name}")
             change = _next_change(connection)
             _insert(connection, path, value, self._session, change)
         self._keep_session()
@@ -373,7 +354,7 @@ class SqliteStore(_SqliteFile, SessionStore):
                     alive = connection.execute("SELECT 1 FROM session WHERE id = ?", (before,)).fetchone()
                     if not alive:
                         self._has_lost = self._has_lost or before is not None
-                        identity = (*process_identity(), _monotonic_ms(), _wall_ms())
+                        identity = (*sessions.process_identity(), _monotonic_ms(), _wall_ms())
                         added = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity)
                         self._session = added.lastrowid
                     yield connection
@@ -441,7 +422,7 @@ class SqliteStore(_SqliteFile, SessionStore):
         last_change = -1
         while not self._closed.wait(WATCH_POLL_MS / 1000):
             # The file may be locked, or missing for a moment: the next round tries again.
-            with contextlib.suppress(BkctlError):
+            with contextlib.suppress(errors.BkctlError):
                 if self._session is not None and time.monotonic() >= beat_at:
                     self._beat()
                     beat_at = time.monotonic() + HEARTBEAT_MS / 1000
@@ -457,7 +438,7 @@ class SqliteStore(_SqliteFile, SessionStore):
                 return
             self._watches.clear()
             if self._session is not None:
-                with contextlib.suppress(BkctlError), self._transaction() as connection:
+                with contextlib.suppress(errors.BkctlError), self._transaction() as connection:
                     _end_session(connection, self._session)
             self._closed.set()
             self._connection.close()
@@ -508,7 +489,7 @@ def _insert(connection: sqlite3.Connection, path: str, value: bytes, owner: int 
         elif row[0] is None:
             break
         else:
-            raise Conflict(f"{parent} is ephemeral and cannot have children")
+            raise errors.Conflict(f"{parent} is ephemeral and cannot have children")
     ctime_ms = _wall_ms()
     for path, value, owner in reversed(nodes):
         connection.execute(
@@ -543,12 +524,12 @@ def _end_session(connection: sqlite3.Connection, session_id: int) -> None:
 
 def _is_dead(session: Sequence[Any]) -> bool:
     _, pid, pid_start, pid_namespace, boot_id, beat_ms, wall_ms = session
-    _, _, our_namespace, our_boot_id = process_identity()
+    _, _, our_namespace, our_boot_id = sessions.process_identity()
     if not boot_id or boot_id != our_boot_id:
         return abs(_wall_ms() - int(wall_ms)) > SESSION_EXPIRY_MS
     if pid_namespace and pid_namespace == our_namespace:
-        start = process_start(pid)
-        if start != pid_start and not (start is None and may_live(pid)):
+        start = sessions.process_start(pid)
+        if start != pid_start and not (start is None and sessions.may_live(pid)):
             return True
     return _monotonic_ms() - int(beat_ms) > SESSION_EXPIRY_MS
 

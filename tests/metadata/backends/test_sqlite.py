@@ -16,7 +16,7 @@ import pytest
 from support.waiting import LIMIT_S, eventually
 
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, TimedOut, Unreachable, Unsupported
-from bkctl.metadata.backends import sqlite
+from bkctl.metadata.backends import sessions, sqlite
 from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.store import NEW
 
@@ -135,7 +135,7 @@ def test_hidden_process_is_judged_by_its_heartbeat(
 ) -> None:
     """Mounted with hidepid, /proc shows nothing of another user's bookie; a signal tells only that it is there."""
     monkeypatch.setattr(sqlite, "SESSION_EXPIRY_MS", 3_600_000)
-    plain_start = sqlite.process_start
+    plain_start = sessions.process_start
 
     def refuse(pid: int, number: int) -> None:
         raise PermissionError
@@ -145,7 +145,7 @@ def test_hidden_process_is_judged_by_its_heartbeat(
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             holder.send_signal(signal.SIGSTOP)
-            monkeypatch.setattr(sqlite, "process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
+            monkeypatch.setattr(sessions, "process_start", lambda pid: None if pid == holder.pid else plain_start(pid))
             with monkeypatch.context() as foreign:
                 foreign.setattr(os, "kill", refuse)
                 with pytest.raises(AlreadyExists):

@@ -23,28 +23,9 @@ from typing import Any, Final
 
 import grpc
 
-from bkctl.errors import (
-    AlreadyExists,
-    BkctlError,
-    Conflict,
-    IllegalOperation,
-    MetadataVersionConflict,
-    NotFound,
-    Unreachable,
-    UsageError,
-    on_error,
-)
+from bkctl import errors
 from bkctl.ids import LedgerId
-from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.etcd_connection import (
-    BATCH_SIZE,
-    REQUIRE_LEADER,
-    EtcdConnection,
-    LeaseLost,
-    RevisionCompacted,
-    is_stale_token,
-    status_of,
-)
+from bkctl.metadata.backends.etcd import etcd_connection, etcdrpc
 from bkctl.metadata.backends.etcd.etcd_watches import RESTORE_PAUSE_S, EtcdWatches
 from bkctl.metadata.backends.sessions import SessionStore
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
@@ -176,7 +157,7 @@ class PageRange:
 class EtcdNodes(SessionStore):
     """The nodes of a store below the key `root`, and its lease: a lost lease loses claims, and is granted again."""
 
-    def __init__(self, connection: EtcdConnection, root: str) -> None:
+    def __init__(self, connection: etcd_connection.EtcdConnection, root: str) -> None:
         super().__init__()
         self.name = f"{root} of etcd at {connection.address}"
         #: The key of the cluster's root.
@@ -193,7 +174,7 @@ class EtcdNodes(SessionStore):
             return etcdrpc.TxnRequest(success=[get_key(key) for key in batch])
 
         keys = map(self._key, paths)
-        batches = iter(lambda: tuple(islice(keys, BATCH_SIZE)), ())
+        batches = iter(lambda: tuple(islice(keys, etcd_connection.BATCH_SIZE)), ())
         for _, answer in self._connection.pipeline(batches, 2, request):
             for response in answer.responses:
                 yield versioned(first_key(response))
@@ -234,11 +215,11 @@ class EtcdNodes(SessionStore):
             if found is not None:
                 if repeated and (found.value, found.lease, found.version) == (value, lease_id, 1):
                     return int(found.mod_revision)
-                raise AlreadyExists(f"{path or self.root} exists in {self.name}")
+                raise errors.AlreadyExists(f"{path or self.root} exists in {self.name}")
             counts = [response.response_range.count for response in answer.responses[1:]]
             missing = [parent for parent, count in zip(parents, counts, strict=True) if not count]
             if missing and missing[0] == parents[0]:
-                raise NotFound(f"No BookKeeper cluster in {self.name}", hint=NO_CLUSTER_HINT)
+                raise errors.NotFound(f"No BookKeeper cluster in {self.name}", hint=NO_CLUSTER_HINT)
             if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
                 raise self._connection.timed_out()
 
@@ -254,10 +235,10 @@ class EtcdNodes(SessionStore):
         lease_id = self._lease()
         try:
             self._create(path, value, lease_id)
-        except LeaseLost:
+        except etcd_connection.LeaseLost:
             self._forget_lease(lease_id)
             return False
-        except AlreadyExists:
+        except errors.AlreadyExists:
             found = self._read(key)
             if found is None or found.lease != lease_id:
                 return False
@@ -284,7 +265,7 @@ class EtcdNodes(SessionStore):
                     claimed, revision = self._create_numbered(path, value, lease_id)
                 else:
                     claimed, revision = path, self._create(path, value, lease_id)
-            except LeaseLost:
+            except etcd_connection.LeaseLost:
                 self._forget_lease(lease_id)
                 continue
             self._keep_session()
@@ -295,7 +276,7 @@ class EtcdNodes(SessionStore):
         while True:
             found = self._read(self._key(parent))
             if found is None:
-                with contextlib.suppress(AlreadyExists):
+                with contextlib.suppress(errors.AlreadyExists):
                     self._create(parent, b"")
                 continue
             numbered = f"{path}{int(found.version):010d}"
@@ -354,7 +335,7 @@ class EtcdNodes(SessionStore):
                     done = self._restore_ephemerals()
                     restored_under = self.lease_id if done else 0
                     wait_s = wait_s if done else RESTORE_PAUSE_S
-            except (BkctlError, grpc.RpcError, ValueError):
+            except (errors.BkctlError, grpc.RpcError, ValueError):
                 wait_s = min(wait_s, RESTORE_PAUSE_S)
 
     def _refresh(self, lease_id: int, limit_s: float) -> bool:
@@ -362,17 +343,17 @@ class EtcdNodes(SessionStore):
         client = self._connection.client()
         requests = iter((etcdrpc.LeaseKeepAliveRequest(ID=lease_id),))
         try:
-            metadata = (*self._connection.metadata(client, limit_s), *REQUIRE_LEADER)
+            metadata = (*self._connection.metadata(client, limit_s), *etcd_connection.REQUIRE_LEADER)
             answers: Any = client.leasestub.LeaseKeepAlive(requests, timeout=limit_s, metadata=metadata)
             answer = next(answers, None)
             answers.cancel()
         except grpc.RpcError as error:
-            if is_stale_token(*status_of(error)):
+            if etcd_connection.is_stale_token(*etcd_connection.status_of(error)):
                 self._connection.forget_token()
             self._connection.fail_over(client)
             raise
         if answer is None:
-            raise Unreachable(f"etcd at {self._connection.address} did not answer")
+            raise errors.Unreachable(f"etcd at {self._connection.address} did not answer")
         return bool(answer.TTL > 0)
 
 
@@ -385,11 +366,11 @@ class EtcdStore(EtcdNodes):
     """
 
     def __init__(self, hosts: Sequence[tuple[str, int]], root: str, **settings: Any) -> None:
-        super().__init__(EtcdConnection(hosts, root, **settings), root)
+        super().__init__(etcd_connection.EtcdConnection(hosts, root, **settings), root)
         self._watches = EtcdWatches(self._connection)
         #: Of the directory that was listed last: the next call continues there.
         self._last_pages = PageRange(b"")
-        with on_error(self.close):
+        with errors.on_error(self.close):
             self._read(self._key(""), count_only=True)
 
     def get(self, path: str) -> Versioned[bytes] | None:
@@ -406,7 +387,7 @@ class EtcdStore(EtcdNodes):
             if revision is None:
                 found = self._read(key, keys_only=True)
                 if found is None:
-                    with contextlib.suppress(AlreadyExists):
+                    with contextlib.suppress(errors.AlreadyExists):
                         return self._create(path, value)
                     continue
                 revision = int(found.mod_revision)
@@ -422,7 +403,7 @@ class EtcdStore(EtcdNodes):
                 return ours
             if expected is not None:
                 if found is None:
-                    raise NotFound(f"No {path} in {self.name}")
+                    raise errors.NotFound(f"No {path} in {self.name}")
                 raise self._version_conflict(path, found, expected, is_unsure)
 
     def _find_own_write(self, found: Any, revision: int, value: bytes) -> tuple[int | None, bool]:
@@ -441,19 +422,21 @@ class EtcdStore(EtcdNodes):
                     before = middle
                 else:
                     change, upper = there, middle if there is None else int(there.mod_revision)
-        except RevisionCompacted:
+        except etcd_connection.RevisionCompacted:
             return (int(found.mod_revision), False) if found.value == value else (None, True)
         return (int(change.mod_revision) if change is not None and change.value == value else None), False
 
-    def _version_conflict(self, path: str, found: Any, expected: int, may_be_applied: bool) -> MetadataVersionConflict:
-        return MetadataVersionConflict(
+    def _version_conflict(
+        self, path: str, found: Any, expected: int, may_be_applied: bool
+    ) -> errors.MetadataVersionConflict:
+        return errors.MetadataVersionConflict(
             f"{path} changed meanwhile: version {found.mod_revision}, expected {expected}",
             may_be_applied=may_be_applied,
         )
 
-    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | errors.BkctlError]:
         """See MetadataStore.put_many: transactions with one inside for each node; what those refuse, one by one."""
-        results: dict[int, int | BkctlError] = {}
+        results: dict[int, int | errors.BkctlError] = {}
         refused: dict[bool, list[int]] = {False: [], True: []}
         waiting: deque[int] = deque()
         for at, (path, value, _) in enumerate(nodes):
@@ -461,7 +444,7 @@ class EtcdStore(EtcdNodes):
                 check_size(path, value, "etcd")
                 check_path(path)
                 waiting.append(at)
-            except UsageError as error:
+            except errors.UsageError as error:
                 results[at] = error
         while waiting:
             places, operations = self._next_puts(nodes, waiting)
@@ -502,7 +485,7 @@ class EtcdStore(EtcdNodes):
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for more than TRANSACTION_SIZE_MAX nodes."""
         if len(nodes) > TRANSACTION_SIZE_MAX:
-            raise UsageError(f"{len(nodes)} nodes at once: etcd takes {TRANSACTION_SIZE_MAX} in one step")
+            raise errors.UsageError(f"{len(nodes)} nodes at once: etcd takes {TRANSACTION_SIZE_MAX} in one step")
         for path, value in nodes:
             check_size(path, value, "etcd")
         values = {self._key(path): value for path, value in nodes}
@@ -517,15 +500,15 @@ class EtcdStore(EtcdNodes):
             return
         found = [kv for response in answer.responses if (kv := first_key(response)) is not None]
         if not found:
-            raise NotFound(f"{', '.join(key.decode() for key in outside)} does not exist in {self.name}")
+            raise errors.NotFound(f"{', '.join(key.decode() for key in outside)} does not exist in {self.name}")
         is_one_write = {(kv.create_revision, kv.version) for kv in found} == {(found[0].create_revision, 1)}
         if repeated and is_one_write and {kv.key: kv.value for kv in found} == values:
             return
-        raise AlreadyExists(f"{found[0].key.decode()} exists in {self.name}")
+        raise errors.AlreadyExists(f"{found[0].key.decode()} exists in {self.name}")
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
         if not path:
-            raise UsageError("The root of the metadata store cannot be deleted")
+            raise errors.UsageError("The root of the metadata store cannot be deleted")
         self._delete_node(path, expected)
         child = self._key(path)
         for key in self._parent_keys(path)[:0:-1][:prune]:
@@ -534,7 +517,7 @@ class EtcdStore(EtcdNodes):
             empty = [is_present(key), has_no_keys(near, near + b"\xff"), has_no_children(key)]
             try:
                 answer, _ = self._connection.transact(empty, [delete_key(key)])
-            except BkctlError:
+            except errors.BkctlError:
                 break
             if not answer.succeeded:
                 break
@@ -558,11 +541,11 @@ class EtcdStore(EtcdNodes):
             if found is None:
                 if repeated:
                     return
-                raise NotFound(f"No {path} in {self.name}")
+                raise errors.NotFound(f"No {path} in {self.name}")
             if expected is not None and expected != found.mod_revision:
                 raise self._version_conflict(path, found, expected, repeated)
             if answer.responses[1].response_range.count:
-                raise Conflict(f"{path} has children in {self.name}")
+                raise errors.Conflict(f"{path} has children in {self.name}")
             # The node changed between the comparison and the read: try again.
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
@@ -629,7 +612,7 @@ class EtcdStore(EtcdNodes):
             options: dict[str, Any] = {"range_end": pages.end_from(start), "limit": PAGE_SIZE, "keys_only": True}
             try:
                 answer, _ = self._connection.transact((), [get_key(start, revision=revision, **options)])
-            except RevisionCompacted:
+            except etcd_connection.RevisionCompacted:
                 answer, _ = self._connection.transact((), [get_key(start, **options)])
                 revision = int(answer.header.revision)
             page = answer.responses[0].response_range
@@ -641,7 +624,7 @@ class EtcdStore(EtcdNodes):
             answer, _ = self._connection.transact(map(is_present, parents[-1:]), [put_key(key, b""), get_key(key)])
             if answer.succeeded:
                 return int(first_key(answer.responses[1]).version) - 1
-            with contextlib.suppress(AlreadyExists):
+            with contextlib.suppress(errors.AlreadyExists):
                 self._create(path.rpartition("/")[0], b"")
 
     def sequence_position(self, path: str) -> int:
@@ -697,7 +680,7 @@ class EtcdLedgerManager(QualifiedNameLedgerManager):
             number = self.store.sequence(f"buckets/{bucket:03d}") + 1
             if number < 1 << _BUCKET_SHIFT:
                 return bucket << _BUCKET_SHIFT | number
-        raise IllegalOperation(f"No ledger ids are left in {self.store.name}")
+        raise errors.IllegalOperation(f"No ledger ids are left in {self.store.name}")
 
     def id_position(self) -> int:
         """See LedgerManager.id_position: the highest bucket in use, with the count of the fullest one."""

@@ -17,16 +17,7 @@ from kazoo.exceptions import NoNodeError
 
 from bkctl.errors import BkctlError, NotFound, TimedOut, Unauthorized, Unreachable, Unsupported
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
-from bkctl.metadata.backends.hbase.rpc import (
-    CLIENT_SERVICE,
-    MASTER_SERVICE,
-    REFUSAL_LENGTH_MAX,
-    CallLost,
-    CallRefused,
-    RegionServer,
-    Retries,
-    Rpc,
-)
+from bkctl.metadata.backends.hbase import rpc
 from bkctl.metadata.store import NO_CLUSTER_HINT
 
 if TYPE_CHECKING:
@@ -72,7 +63,7 @@ class Region(NamedTuple):
     name: bytes
     start: bytes
     end: bytes
-    server: RegionServer
+    server: rpc.RegionServer
 
     @property
     def specifier(self) -> pb.RegionSpecifier:
@@ -92,7 +83,7 @@ class HBaseTable:
         self.where = f"HBase at {zookeeper.hosts}"
         self._zookeeper = zookeeper
         self._znode = znode
-        self._rpc = Rpc()
+        self._rpc = rpc.Rpc()
         self._lock = threading.Lock()
         self._regions: list[Region] = []
 
@@ -107,13 +98,13 @@ class HBaseTable:
 
     # operations
 
-    def attempt(self, work: Callable[[Retries, bool], T]) -> T:
+    def attempt(self, work: Callable[[rpc.Retries, bool], T]) -> T:
         """Return what `work` returns, which is called again while HBase's servers or regions come, go or move.
 
         Its second argument is true where an earlier attempt may have been executed. Raises TimedOut, Unauthorized,
         and BkctlError for other refusals; TableMissing.
         """
-        retries, repeated = Retries(self.timeout_s), False
+        retries, repeated = rpc.Retries(self.timeout_s), False
         problem: Exception | None = None
         while True:
             try:
@@ -122,12 +113,12 @@ class HBaseTable:
                 raise error if problem is None else self._timed_out(problem) from error
             except RegionLost as error:
                 problem = error
-            except CallLost as error:
+            except rpc.CallLost as error:
                 repeated, problem = True, error
             except IndexError as error:
-                repeated, problem = True, CallLost("an answer lacks what it must have")
+                repeated, problem = True, rpc.CallLost("an answer lacks what it must have")
                 problem.__cause__ = error
-            except CallRefused as error:
+            except rpc.CallRefused as error:
                 if error.kind == "TableNotFoundException":
                     raise TableMissing(self) from error
                 if error.is_final and error.kind not in _PASSING:
@@ -142,7 +133,7 @@ class HBaseTable:
     def _timed_out(self, problem: Exception) -> TimedOut:
         return TimedOut(f"{self.where} did not answer within {self.timeout_s:g} s: {problem}")
 
-    def _refuse(self, error: CallRefused) -> NoReturn:
+    def _refuse(self, error: rpc.CallRefused) -> NoReturn:
         if error.kind == "AccessDeniedException":
             raise Unauthorized(
                 f"{self.where} refuses access to table {self.name}",
@@ -150,12 +141,12 @@ class HBaseTable:
             ) from error
         raise BkctlError(f"{self.where} refused a request to table {self.name}: {error}") from error
 
-    def call(self, server: RegionServer, method: str, request: Message, answer: type[M], retries: Retries) -> M:
+    def call(self, server: rpc.RegionServer, method: str, request: Message, answer: type[M], retries: rpc.Retries) -> M:
         """Return a region server's answer. Raises CallLost, CallRefused."""
-        return self._rpc.call(server, CLIENT_SERVICE, method, request, answer, retries.remaining_s)
+        return self._rpc.call(server, rpc.CLIENT_SERVICE, method, request, answer, retries.remaining_s)
 
     def scan(
-        self, server: RegionServer, region: pb.RegionSpecifier, count: int, retries: Retries, **options: Any
+        self, server: rpc.RegionServer, region: pb.RegionSpecifier, count: int, retries: rpc.Retries, **options: Any
     ) -> pb.ScanResponse:
         """Return up to `count` rows of a region; the scanner is closed then. Raises CallLost, CallRefused."""
         request = pb.ScanRequest(region=region, scan=pb.Scan(**options), number_of_rows=count, close_scanner=True)
@@ -166,7 +157,7 @@ class HBaseTable:
         with self._lock:
             self._regions = []
 
-    def region(self, row: bytes, retries: Retries) -> Region:
+    def region(self, row: bytes, retries: rpc.Retries) -> Region:
         """Return the region of the row. Raises TableMissing, RegionLost, CallLost, CallRefused."""
         regions = self.regions(retries)
         at = bisect_right(regions, row, key=lambda region: region.start) - 1
@@ -174,14 +165,14 @@ class HBaseTable:
             raise RegionLost(f"a region of table {self.name} is not assigned")
         return regions[at]
 
-    def regions(self, retries: Retries) -> list[Region]:
+    def regions(self, retries: rpc.Retries) -> list[Region]:
         """Return the table's regions that are assigned, by their first row. Raises as `region`."""
         with self._lock:
             if not self._regions:
                 self._regions = self._read_regions(retries)
             return self._regions
 
-    def _read_regions(self, retries: Retries) -> list[Region]:
+    def _read_regions(self, retries: rpc.Retries) -> list[Region]:
         name = self.name.removeprefix("default:").encode()
         meta = self._server_in("meta-region-server", retries)
         start, end = name + b",,", name + b" ,,"
@@ -203,7 +194,7 @@ class HBaseTable:
                 is_known = True
                 server = _ADDRESS.fullmatch(values.get(b"server", b"").decode("utf-8", "replace"))
                 if server is not None and not (region.offline or region.split):
-                    place = RegionServer(server[1], int(server[2]))
+                    place = rpc.RegionServer(server[1], int(server[2]))
                     found.append(Region(result.cell[0].row, region.start_key, region.end_key, place))
             if len(found) > _REGIONS_MAX:
                 raise Unsupported(f"Table {self.name} has more than {_REGIONS_MAX:,} regions")
@@ -211,7 +202,7 @@ class HBaseTable:
                 break
             last = page.results[-1].cell[0].row
             if last < start:
-                raise CallLost(f"{meta} gave rows that were not asked for")
+                raise rpc.CallLost(f"{meta} gave rows that were not asked for")
             start = last + b"\0"
         if not is_known:
             raise TableMissing(self)
@@ -219,7 +210,7 @@ class HBaseTable:
             raise RegionLost(f"no region of table {self.name} is assigned")
         return found
 
-    def _server_in(self, name: str, retries: Retries) -> RegionServer:
+    def _server_in(self, name: str, retries: rpc.Retries) -> rpc.RegionServer:
         """Return the server that the znode names. Raises RegionLost while there is none; NotFound without an HBase."""
         zookeeper, path = self._zookeeper, f"{self._znode}/{name}"
         try:
@@ -240,7 +231,7 @@ class HBaseTable:
                 raise DecodeError("no host and port")
         except DecodeError as error:
             raise Unsupported(f"{path} in ZooKeeper at {zookeeper.hosts} names no server of HBase") from error
-        return RegionServer(server.host_name, server.port)
+        return rpc.RegionServer(server.host_name, server.port)
 
     # the table itself
 
@@ -262,7 +253,7 @@ class HBaseTable:
         request = pb.CreateTableRequest(table_schema=schema, split_keys=splits)
         created = self._run_procedure("CreateTable", request, "TableExistsException")
 
-        def wait(retries: Retries, _: bool) -> None:
+        def wait(retries: rpc.Retries, _: bool) -> None:
             try:
                 regions = self.regions(retries)
             except TableMissing as error:
@@ -285,9 +276,9 @@ class HBaseTable:
         """Have the master run a procedure to its end; return False where it answers by the exception `done`."""
 
         def call(name: str, message: Message, answer: type[M]) -> M:
-            def work(retries: Retries, _: bool) -> M:
+            def work(retries: rpc.Retries, _: bool) -> M:
                 master = self._server_in("master", retries)
-                return self._rpc.call(master, MASTER_SERVICE, name, message, answer, retries.remaining_s)
+                return self._rpc.call(master, rpc.MASTER_SERVICE, name, message, answer, retries.remaining_s)
 
             return self.attempt(work)
 
@@ -298,12 +289,12 @@ class HBaseTable:
                 return False
             raise
         except BkctlError as error:
-            if isinstance(error.__cause__, CallRefused) and error.__cause__.kind == done:
+            if isinstance(error.__cause__, rpc.CallRefused) and error.__cause__.kind == done:
                 return False
             raise
         if not procedure.HasField("proc_id"):
             raise self._incomplete(method)
-        retries = Retries(self.timeout_s)
+        retries = rpc.Retries(self.timeout_s)
         question = pb.GetProcedureResultRequest(proc_id=procedure.proc_id)
         while (result := call("getProcedureResult", question, pb.GetProcedureResultResponse)).state == result.RUNNING:
             if not retries.pause():
@@ -316,7 +307,7 @@ class HBaseTable:
                 return False
             raise BkctlError(
                 f"{self.where} failed {method} of table {self.name}: {problem.class_name}: {problem.message}"[
-                    :REFUSAL_LENGTH_MAX
+                    : rpc.REFUSAL_LENGTH_MAX
                 ]
             )
         return True
