@@ -119,7 +119,7 @@ def show(
 
 def _stored_node(cluster: Cluster, bookie_id: str) -> Versioned[bytes]:
     """Return the node of a bookie's cookie. Raises NotFound."""
-    from bkctl.bookie.cookies import cookie_path
+    from bkctl.metadata.cluster import cookie_path
 
     found = cluster.store.get(cookie_path(bookie_id))
     if found is None:
@@ -169,7 +169,7 @@ def create(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
 
     $ bkctl cookie create 10.0.0.1:3181 cookie --dry-run
     """
-    from bkctl.bookie.cookies import cookie_path
+    from bkctl.metadata.cluster import cookie_path
     from bkctl.metadata.store import NEW
 
     data, cookie = _cookie_in(file, bookie)
@@ -198,8 +198,9 @@ def update(run: Run, bookie: BookieArgument, file: FileArgument) -> None:
 
     $ bkctl cookie update 10.0.0.1:3181 cookie --dry-run
     """
-    from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
+    from bkctl.bookie.cookies import CookieFinding, verify
     from bkctl.formats.metadata import Cookie
+    from bkctl.metadata.cluster import cookie_path
 
     data, cookie = _cookie_in(file, bookie)
     path = cookie_path(bookie)

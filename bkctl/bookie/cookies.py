@@ -17,7 +17,7 @@ from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.ids import check_bookie_id
-from bkctl.metadata.cluster import COOKIES, Cluster
+from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.store import NEW, attempt
 
 if TYPE_CHECKING:
@@ -167,11 +167,6 @@ def bookie_id_of(config: BookieConfig) -> str:
     from bkctl.bookie.network import advertised_host
 
     return check_bookie_id(f"{advertised_host(config)}:{config.bookie_port}")
-
-
-def cookie_path(bookie_id: str) -> str:
-    """Return the path of a bookie's cookie in the metadata store."""
-    return f"{COOKIES}/{check_bookie_id(bookie_id)}"
 
 
 class CookieFinding(NamedTuple):

@@ -41,15 +41,7 @@ def read_detail(file: BookieFile) -> Detail | None:
         case FileKind.COOKIE:
             from bkctl.formats.metadata import Cookie
 
-            cookie = read_small(file.path, Cookie.parse)
-            return {
-                "layoutVersion": cookie.layout_version,
-                "bookieId": cookie.bookie_id,
-                "journalDirs": list(cookie.journal_dirs),
-                "ledgerDirs": list(cookie.ledger_dirs),
-                "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
-                "instanceId": cookie.instance_id,
-            }
+            return read_small(file.path, Cookie.parse).to_json()
         case FileKind.LAST_MARK:
             mark = read_small(file.path, LogMark.parse)
             return {"journalId": mark.journal_id, "journalIdHex": f"{mark.journal_id:x}", "offset": mark.offset}

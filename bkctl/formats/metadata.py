@@ -482,6 +482,17 @@ class Cookie:
         )
         return f"{COOKIE_LAYOUT_VERSION}\n{print_text(message)}".encode("ascii")
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by their JSON names."""
+        return {
+            "layoutVersion": self.layout_version,
+            "bookieId": self.bookie_id,
+            "journalDirs": list(self.journal_dirs),
+            "ledgerDirs": list(self.ledger_dirs),
+            "indexDirs": None if self.index_dirs is None else list(self.index_dirs),
+            "instanceId": self.instance_id,
+        }
+
     def differences(self, stored: Cookie) -> Iterator[CookieDifference]:
         """Yield the fields in which the cookie `stored` differs from that of a bookie configured as `self`."""
         own, other = (

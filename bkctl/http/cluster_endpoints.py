@@ -6,7 +6,6 @@ A ledger of scope 0 is named by its decimal id, as in Apache's answers; a ledger
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
@@ -232,7 +231,7 @@ async def read_ledger(call: ApiCall) -> Response:
         "ascii": lambda payload: payload.decode("ascii", "replace"),
         "utf8": lambda payload: payload.decode("utf-8", "replace"),
         "hex": bytes.hex,
-        "base64": lambda payload: base64.b64encode(payload).decode(),
+        "base64": base64_text,
     }
     text = texts[values.get("encoding", "ascii")]
     bookkeeper = await call.service.bookkeeper()

@@ -150,7 +150,7 @@ class CookieStore:
 
     def read(self, bookie_id: str) -> Versioned[Cookie] | None:
         """Return the bookie's cookie, None without one. Raises Corrupt or Unsupported, naming the bookie."""
-        found = self.store.get(_cookie_path(bookie_id))
+        found = self.store.get(cookie_path(bookie_id))
         if found is None:
             return None
         cookie = Cookie.parse(found.value, f"cookie of {bookie_id} in {self.store.name}")
@@ -164,12 +164,12 @@ class CookieStore:
         # NotFound says itself that the cluster is missing, if the cookie may be created.
         missing = None if expected in (NEW, None) else f"Bookie {bookie_id} has no cookie"
         with renamed_errors(missing, _changed(bookie_id), f"Bookie {bookie_id} has a cookie"):
-            return self.store.put(_cookie_path(bookie_id), cookie.serialize(), expected)
+            return self.store.put(cookie_path(bookie_id), cookie.serialize(), expected)
 
     def remove(self, bookie_id: str, expected: int | None) -> None:
         """Delete the cookie, in version `expected` only if given. Raises NotFound, MetadataVersionConflict."""
         with renamed_errors(f"Bookie {bookie_id} has no cookie", _changed(bookie_id)):
-            self.store.delete(_cookie_path(bookie_id), expected)
+            self.store.delete(cookie_path(bookie_id), expected)
 
 
 class Registration:
@@ -191,7 +191,7 @@ class Registration:
         While another process holds the registration, wait `wait_s` seconds (None: until the session of a dead process
         is over), then raise AlreadyExists: a bookie of this id is running.
         """
-        self._hold(bookie_id, info.serialize(), read_only, wait_s, _cookie_path(bookie_id) if needs_cookie else None)
+        self._hold(bookie_id, info.serialize(), read_only, wait_s, cookie_path(bookie_id) if needs_cookie else None)
         delete_if_present(self.store, self._path(bookie_id, not read_only))
 
     def wait_until_free(self, bookie_id: str, *, wait_s: float | None = None) -> None:
@@ -488,5 +488,6 @@ def _changed(bookie_id: str) -> str:
     return f"The cookie of bookie {bookie_id} changed meanwhile"
 
 
-def _cookie_path(bookie_id: str) -> str:
+def cookie_path(bookie_id: str) -> str:
+    """Return the path of a bookie's cookie in the metadata store."""
     return f"{COOKIES}/{check_bookie_id(bookie_id)}"

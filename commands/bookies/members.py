@@ -224,16 +224,9 @@ def _listed(run: Run, state: State) -> list[PlainRow]:
 
 
 def _cookie_object(row: PlainRow) -> dict[str, Any] | None:
-    cookie = row.cookie
-    if cookie is None:
+    if row.cookie is None:
         return None
-    return {
-        "layoutVersion": cookie.layout_version,
-        "journalDirs": list(cookie.journal_dirs),
-        "ledgerDirs": list(cookie.ledger_dirs),
-        "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
-        "instanceId": cookie.instance_id,
-    }
+    return {name: value for name, value in row.cookie.to_json().items() if name != "bookieId"}
 
 
 SHOW_COLUMNS = Columns(

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from support.command_line import CommandLine
 
-from bkctl.bookie.cookies import cookie_path
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.dump import importing
 from bkctl.metadata.backends.sqlite import SqliteStore
-from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.cluster import Cluster, cookie_path, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerMarks, mark_path
 from bkctl.pace import Pace

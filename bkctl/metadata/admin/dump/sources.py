@@ -8,7 +8,7 @@ import json
 import time
 from abc import abstractmethod
 from binascii import Error as Base64Error
-from binascii import a2b_base64, b2a_base64
+from binascii import a2b_base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -17,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bkctl.columns import base64_text
 from bkctl.disk import Closing, atomic_write
 from bkctl.errors import AlreadyExists, Corrupt, CorruptRecord, Unauthorized, Unsupported, UsageError, on_error
 from bkctl.formats.metadata import LedgerMetadata
@@ -386,7 +387,7 @@ def write_export(
     for count, (kind, key, value, ctime_ms) in enumerate(source.records(), 1):
         ctime = "" if ctime_ms is None else f',"ctime":{ctime_ms}'
         name = key if kind in ("ledger", "mark") else json.dumps(key)[1:-1]
-        lines.append(f'{{"kind":"{kind}","key":"{name}","value":"{_base64(value)}"{ctime}}}\n')
+        lines.append(f'{{"kind":"{kind}","key":"{name}","value":"{base64_text(value)}"{ctime}}}\n')
         counts[kind] += 1
         held += len(lines[-1])
         if held >= _WRITE_SIZE_BYTES:
@@ -407,7 +408,7 @@ def _header_fields(header: DumpHeader) -> dict[str, Any]:
         "time": header.time,
         "metadataUri": header.metadata_uri,
         "instanceId": header.instance_id,
-        "layout": None if header.layout is None else _base64(header.layout),
+        "layout": None if header.layout is None else base64_text(header.layout),
     }
 
 
@@ -430,10 +431,6 @@ def export_to_file(
         raise AlreadyExists(f"{path} exists", hint="choose another file, or add --overwrite")
     with atomic_write(path) as file:  # readable by its owner only: ledger metadata holds passwords
         return write_export(source, file.write, progress)
-
-
-def _base64(value: bytes) -> str:
-    return b2a_base64(value, newline=False).decode("ascii")
 
 
 class Difference(NamedTuple):
