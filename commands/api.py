@@ -22,7 +22,7 @@ from .kit.columns import PlainRow, fields
 from .kit.command import Printer, Run, command, group, object_of
 from .kit.options import flag, size_option, word
 from .kit.texts import plain_lines
-from .kit.values import parse_number
+from .kit.values import checked, parse_number
 
 if TYPE_CHECKING:
     from bkctl.http.server_settings import HttpSettings
@@ -80,7 +80,7 @@ def serve(
     load_server()
     from bkctl.http.server_settings import HttpSettings, read_token, tls_context
 
-    number = _port(port)
+    number = _port(port, "--port")
     if server_certificate is None and (server_key or client_ca):
         raise UsageError("--server-key and --client-ca require --server-cert", hint="add the server's certificate")
     token, source = os.environ.get("BKCTL_API_TOKEN") or None, "BKCTL_API_TOKEN of 'bkctl api serve'"
@@ -97,11 +97,7 @@ def serve(
     _serve(run, settings, bookie_token_file, partial(_show, run.out, settings))
 
 
-def _port(text: str) -> int:
-    number = parse_number(text, "--port")
-    if not 0 <= number <= 65535:
-        raise UsageError(f"--port {text}: ports are 0 to 65535")
-    return number
+_port: Final = checked(parse_number, lambda port: 0 <= port <= 65535, "ports are 0 to 65535")
 
 
 def _serve(
@@ -199,7 +195,7 @@ def put(
     $ bkctl api put /api/v1/bookie/gc --bookie-url http://127.0.0.1:8080
     """
     data = None if body is None else _body(body)
-    _call(run, which, "PUT", path, data, size_max, changes=True, dry_run=run.dry_run)
+    _call(run, which, "PUT", path, data, size_max, changes=True)
 
 
 @command(app, "delete", connects=True, changes=None, asks=True, dry_run=True)
@@ -210,7 +206,7 @@ def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: Ma
 
     $ bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181 --yes
     """
-    _call(run, which, "DELETE", path, None, size_max, changes=True, dry_run=run.dry_run)
+    _call(run, which, "DELETE", path, None, size_max, changes=True)
 
 
 def _full(path: str) -> str:
@@ -225,13 +221,12 @@ def _full(path: str) -> str:
 
 
 def _call(
-    run: Run, which: Any, method: str, path: str, body: bytes | None, size_max: int,
-    *, changes: bool = False, dry_run: bool = False,
-) -> None:  # fmt: skip
+    run: Run, which: Any, method: str, path: str, body: bytes | None, size_max: int, *, changes: bool = False
+) -> None:
     path = _full(path)
-    found = server(run, which, changes=changes and not dry_run)
+    found = server(run, which, changes=changes and not run.dry_run)
     client = found.api.client
-    if dry_run:
+    if run.dry_run:
         url = f"{found.url}{client.target(path, found.api.query)}"
         size_bytes = None if body is None else len(body)
         run.out.show(PlainRow(method=method, url=url, body_size_bytes=size_bytes), REQUEST_COLUMNS)
@@ -312,7 +307,7 @@ def console(
     load_console()
     from bkctl.http.server_settings import HttpSettings
 
-    settings, key = HttpSettings("127.0.0.1", _port(port)), secrets.token_urlsafe(24)
+    settings, key = HttpSettings("127.0.0.1", _port(port, "--port")), secrets.token_urlsafe(24)
     _serve(run, settings, bookie_token_file, partial(_announce, run.out, key, browser), link_key=key)
 
 

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -20,7 +19,7 @@ from ..kit.audit import shown_uri
 from ..kit.columns import PlainRow, fields
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import scope_option
-from ..kit.options import WatchOption, count_option, duration_option, flag, pairs_option, word
+from ..kit.options import Compactions, WatchOption, count_option, duration_option, flag, pairs_option, word
 from ..kit.texts import GREEN, RED, YELLOW, plain_lines
 from ..kit.values import refuse_both
 from .server import BookieServerOption, Patience, Server, ServerChoice, WaitDeadline, server
@@ -36,8 +35,6 @@ _FULL_HINT: Final = (
     "if its disks are full, delete ledgers or add space; isForceGCAllowWhenNoSpace=true lets it compact on full disks, "
     "as far as the live entries of a log have room"
 )
-
-Compactions = StrEnum("Compactions", "MAJOR MINOR BOTH")
 
 
 def _doing(running: str, suspended: str) -> Callable[[PlainRow], str]:

@@ -217,9 +217,8 @@ def digest_type_option(help: str) -> Composite:
 ANY_DIGEST: Final = "any"
 DIGEST_NAMES: Final = frozenset(("CRC32", "CRC32C", "HMAC", "MAC", "DUMMY"))
 
-#: The values of `--suspend` and `--resume` of `bookie gc`, in capitals, and the value without one.
-COMPACTIONS: Final = frozenset(("MAJOR", "MINOR", "BOTH"))
-BOTH_COMPACTIONS: Final = "both"
+#: The values of `--suspend` and `--resume` of `bookie gc`; BOTH without one.
+Compactions = StrEnum("Compactions", "MAJOR MINOR BOTH")
 
 
 class DigestCheck(NamedTuple):

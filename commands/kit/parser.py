@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from bkctl.errors import EXIT_CODES
 
-from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, OldName
+from .options import ANY_DIGEST, DIGEST_NAMES, WATCH_S_DEFAULT, Compactions, OldName
 from .settings import GLOBAL_PANEL, SESSION_FLAGS, Session
 from .terminal import wants_color
 from .texts import BOLD, CYAN, RESET
@@ -227,7 +227,7 @@ class Command(_PlainHelp, TyperCommand):
         optional: Mapping[str | None, tuple[Callable[[str], bool], str]] = {
             "[SECONDS]": (lambda word: not has_arguments and is_duration(word), str(WATCH_S_DEFAULT)),
             "[TYPE]": (lambda word: word.upper() in DIGEST_NAMES, ANY_DIGEST),
-            "[major|minor]": (lambda word: word.upper() in COMPACTIONS, BOTH_COMPACTIONS),
+            "[major|minor]": (lambda word: word.upper() in Compactions.__members__, Compactions.BOTH),
         }
         for param in self.params:
             if getattr(param, "metavar", None) in optional and param.param_type_name == "option":
