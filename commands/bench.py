@@ -185,9 +185,8 @@ def _measure(run: Run, bench: Benchmark, *operations: str) -> None:
 
 
 async def _apply(run: Run, bench: Benchmark, operations: Sequence[str], activity: Activity) -> list[LoadResult]:
-    from asyncio import create_task, gather
-
     from bkctl.client.benchmark import add_entries, read_entries
+    from bkctl.tasks import run_together
 
     load = bench.load
     async with run.access.bookkeeper(run.cluster, bench.protocol) as client, temporary_ledgers(run, client) as made:
@@ -198,13 +197,7 @@ async def _apply(run: Run, bench: Benchmark, operations: Sequence[str], activity
             "adds": lambda: add_entries(writers, bench.entry_size, load, activity.advance),
             "reads": lambda: read_entries(readers, load, activity.advance, in_random_order=bench.in_random_order),
         }
-        tasks = [create_task(loads[operation]()) for operation in operations]
-        try:
-            return await gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await gather(*tasks, return_exceptions=True)
+        return await run_together(loads[operation]() for operation in operations)
 
 
 @contextlib.asynccontextmanager

@@ -50,7 +50,7 @@ from bkctl.metadata.cluster import (
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.repair.holding import refuse_writers
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.tasks import run_to_end
+from bkctl.tasks import cancel_and_wait, run_to_end
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -359,10 +359,7 @@ class Bookie:
         self._deadline.by_s = time.monotonic() + (STOP_S if self.failure is None else FAILED_STOP_S)
         await self.registration.leave(STOP_GRACE_S)
         await self._stop_collecting()
-        tasks = [*self._tasks, *self.registration.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks, *self.registration.tasks)
         self._tasks.clear()
         self.processor.polls.finish()
         await self.server.close(STOP_GRACE_S if self.failure is None else 0)

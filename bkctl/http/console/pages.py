@@ -23,6 +23,7 @@ from bkctl.metadata.ledger_columns import pulsar_object
 from bkctl.metadata.racks import read_racks
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
+from bkctl.tasks import cancel_and_wait
 
 #: Ledgers on a page, and those that a page looks at for an application's.
 LEDGERS_A_PAGE: Final = 100
@@ -294,8 +295,7 @@ class LoadHistory:
     async def close(self) -> None:
         """End the reading."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait(self._task)
 
     @property
     def last(self) -> ClusterLoad | None:
