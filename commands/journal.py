@@ -155,9 +155,7 @@ def lastmark(
     run.out.raise_first([error for _, error in latest.damaged])
 
 
-STATE_STYLE = {
-    "end of file": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
-}  # fmt: skip
+STATE_STYLE = {"end of file": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED}
 _SOUND = ("endOfFile", "zeros", "empty")
 
 VERIFY_COLUMNS = Columns(

@@ -172,9 +172,7 @@ def list_marks(
     for mark, (ledger, metadata) in zip(shown, found, strict=True):
         worker, failure = locks.get(ledger), failures.get(ledger)
         derived = None if failure or worker else why(mark, metadata, bookies, is_enabled=is_enabled)
-        yield MarkRow(
-            ledger, mark.missing_replicas, mark.ctime_ms, worker, owner_text(metadata), failure, derived
-        )  # fmt: skip
+        yield MarkRow(ledger, mark.missing_replicas, mark.ctime_ms, worker, owner_text(metadata), failure, derived)
 
 
 class Work(NamedTuple):
