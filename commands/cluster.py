@@ -464,7 +464,11 @@ def _switch_healthcheck(run: Run, enabled: bool) -> None:
 # --- the whole cluster ----------------------------------------------------------------------------------------------
 
 
-ID_COLUMNS = Columns(*INFO_COLUMNS.columns[:3], key="instanceId")
+ID_COLUMNS = Columns(
+    *fields(Kind.TEXT, metadataUri="METADATA URI", instanceId="INSTANCE ID"),
+    Column("LAYOUT", "managerFactoryClass", "factory_class"),
+    key="instanceId",
+)
 
 
 @command(app, "id", connects=True, prints=object_of(ID_COLUMNS))

@@ -521,9 +521,7 @@ def mend_placement(
     usable = usable_bookies(bookies, 0, scoped=scoped, exclude=outside, rng=rng)
     spare = [bookie_id for bookie_id in usable if bookie_id not in avoid and bookie_id not in ensemble]
     racks = [placement.rack(bookie_id) for bookie_id in ensemble]
-    refused = {
-        index for index, rack in enumerate(racks) if rack == rules.default_location and not rules.uses_default
-    }  # fmt: skip
+    refused = {index for index, rack in enumerate(racks) if rack == rules.default_location and not rules.uses_default}
     judge = placement.judge(ack_quorum_size or write_quorum_size)
     sets = (set(each) | refused for count in range(size) for each in combinations(range(size), count))
     for free in (*islice(sets, _INDEX_SETS_MAX), set(range(size))):
@@ -722,9 +720,7 @@ def _spread(
     for index in free:
         ranked = striping.ranks(index, stock, shelf, former, rng)
         # Bookies that should be avoided come last still.
-        rack = min(
-            ranked, key=lambda each: (shelf.is_avoided(each, stock[each]), striping.broken_by(index, each))
-        )  # fmt: skip
+        rack = min(ranked, key=lambda each: (shelf.is_avoided(each, stock[each]), striping.broken_by(index, each)))
         chosen[index] = rack
         striping.place(index, rack)
         stock[rack] -= 1

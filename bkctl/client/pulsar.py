@@ -392,9 +392,7 @@ class Inventory(Closing):
         entry_count = info.entries if is_known else facts.last_entry_id + 1 if facts is not None else None
         size_bytes = info.size or (facts.size_bytes if facts is not None else 0)
         ctime_ms = facts.ctime_ms if facts is not None else info.timestamp or None
-        return Named(
-            info.ledgerId, "managed-ledger", None, entry_count, size_bytes, ctime_ms, offload, facts
-        )  # fmt: skip
+        return Named(info.ledgerId, "managed-ledger", None, entry_count, size_bytes, ctime_ms, offload, facts)
 
     def _other(self, ledger_id: int, role: str, part: str | None) -> Named:
         facts = self.facts(ledger_id)

@@ -360,7 +360,7 @@ def gc_state(bookie: Bookie, call: ApiCall) -> dict[str, str]:
         Value("forceMinor", "With minor compaction; default: unless it is suspended.", ValueKind.BOOLEAN),
         Value("acceptScopedDeletes", "Let this round delete any number of scoped ledgers.", ValueKind.BOOLEAN),
     ), needed=False),
-    answer=STRING,
+    answer=STRING, errors={409: "A forced round is under way"},
 )  # fmt: skip
 def trigger_gc(bookie: Bookie, call: ApiCall) -> str:
     """Start a garbage collection. Source: TriggerGCService."""
