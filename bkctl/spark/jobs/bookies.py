@@ -148,18 +148,18 @@ def _bookies_at(place: str, left_out: list[Path]) -> Iterator[tuple[str, BookieD
 def _used_directories(path: Path) -> tuple[BookieDirectories, list[Path]]:
     """Return the directories in `path` that a bookie would use, and the others: copies, of which no cookie knows.
 
-    The cookies in them name the bookie's directories. Only names count, for files may have been moved as a whole.
+    The cookies in them name the bookie's directories. Only names count, for files may have been moved as a whole. While
+    a named directory is absent, each of the others may be that directory renamed, and all count.
     """
     given = BookieDirectories.at(path)
-    named: set[str] = set()
+    named: set[Path] = set()
     for directory in given.ledger_dirs:
-        cookie = cookie_at(current_of(directory))
-        if cookie is not None:
-            every = (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ()))
-            named.update(Path(each).name for each in every)
-    used = [directory for directory in given.ledger_dirs if directory.name in named]
+        if (cookie := cookie_at(current_of(directory))) is not None:
+            named.update(map(Path, (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ()))))
+    names = {each.name for each in named}
+    used = [directory for directory in given.ledger_dirs if directory.name in names]
     others = [directory for directory in given.ledger_dirs if directory not in used]
-    if path in given.ledger_dirs or not used or not others:
+    if path in given.ledger_dirs or not used or len(used) < len(named):
         return given, []
     return BookieDirectories(used, used, used), others
 

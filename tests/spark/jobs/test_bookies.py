@@ -110,3 +110,27 @@ def test_directories_that_no_cookie_names_are_left_out(tmp_path: Path) -> None:
         assert left_out == [place / "ledgers.old"]
     (found,) = find_bookies([place / "ledgers.old"])
     assert found.entry_logs() == [str(place / "ledgers.old" / "current" / "7.log")]
+
+
+@pytest.mark.parametrize("renamed", ["ledgers", "journal"])
+def test_renamed_directories_beside_named_ones_count(tmp_path: Path, renamed: str) -> None:
+    place = bookie(tmp_path / "bookie-0", "host:1")
+    (place / renamed).rename(place / "renamed")
+    left_out: list[Path] = []
+    (found,) = find_bookies([place], left_out)
+    assert len(found.entry_logs()) == len(found.journals()) == 1
+    assert left_out == []
+    log = Path(found.entry_logs()[0])
+    log.write_bytes(bytes(1024 + 60))
+    shutil.copytree(log.parents[1], place / "copy")
+    with pytest.raises(UsageError, match="are the same entry log"):
+        find_bookies([place], left_out)
+
+
+def test_directories_of_one_name_gathered_from_several_disks_count(tmp_path: Path) -> None:
+    place = bookie(tmp_path, None, "ledgers", "ledgers-2")
+    cookie = Cookie("host:1", ("/disk-1/ledgers",), ("/disk-1/ledgers", "/disk-2/ledgers"))
+    for name in ("ledgers", "ledgers-2"):
+        (place / name / "current" / "VERSION").write_bytes(cookie.serialize())
+    (found,) = find_bookies([place])
+    assert len(found.entry_logs()) == 2
