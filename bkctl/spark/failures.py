@@ -39,7 +39,9 @@ def plain_errors() -> Iterator[None]:
         if is_interrupt(error):
             raise KeyboardInterrupt from None
         # Nothing of PySpark is imported for this: the local engine may run without it.
-        if any(kind.__module__.partition(".")[0] in ("pyspark", "py4j") for kind in type(error).__mro__):
+        modules = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+        # PySpark's iterators over rows raise EOFError when the JVM ends.
+        if isinstance(error, EOFError) or not modules.isdisjoint(("pyspark", "py4j")):
             raise plain_error(error) from error
         raise
 

@@ -6,6 +6,7 @@ pyproject bounds PySpark's version for this module.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,13 @@ def gateway_to(connection: Path) -> Any:
             del os.environ[name]
 
 
-def silence_accumulators(context: SparkContext) -> Any:
-    """Return the server of accumulators, whose thread prints no traceback from here on when the JVM ends."""
+def silence_end(context: SparkContext) -> Any:
+    """Return the server of accumulators; neither it nor iterators over rows print a traceback when the JVM ends."""
     internal: Any = context
     server = internal._accumulatorServer
     server.handle_error = lambda *request: None
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda each: None if "PyLocalIterable" in repr(each.object) else hook(each)
     return server
 
 

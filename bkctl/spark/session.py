@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import bkctl
 from bkctl.errors import BkctlError, NotFound, Unreachable, is_interrupt, on_error
 from bkctl.spark.failures import java_causes, plain_errors
-from bkctl.spark.internals import forget_context, gateway_to, silence_accumulators, spark_home
+from bkctl.spark.internals import forget_context, gateway_to, silence_end, spark_home
 from bkctl.tasks import signals_restored
 
 if TYPE_CHECKING:
@@ -218,6 +218,8 @@ _STOP_WAIT_S: Final = 20.0
 _START_POLL_S: Final = 0.05
 #: Longest time that the JVM takes to end once it no longer answers.
 _DEATH_WAIT_S: Final = 2.0
+#: Lines of the JVM's log that name no failure.
+_NO_CAUSE: Final = re.compile(r"WARNING|Using |Picked up |Setting default |To adjust |.* WARN ")
 
 
 class SparkRuntime:
@@ -287,7 +289,7 @@ class SparkRuntime:
         # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
         with _signals_restored():
             context: Any = SparkContext(conf=conf, gateway=self._gateway)
-        self._accumulators = silence_accumulators(context)
+        self._accumulators = silence_end(context)
         context.setLogLevel("WARN" if self._verbose else "ERROR")
         self._session = SparkSession(context)
 
@@ -344,8 +346,8 @@ class SparkRuntime:
         if "OutOfMemoryError" in log:
             return BkctlError("Spark has too little memory", hint="give it more: --spark-conf spark.driver.memory=4g")
         causes = java_causes(f"{error}\n{log}")
-        lines = (line for line in log.splitlines() if line.strip() and not line.startswith(("WARNING", "Using ")))
-        cause = causes[-1] if causes else next(lines, str(error))
+        lines = (line for line in log.splitlines() if line.strip() and not _NO_CAUSE.match(line))
+        cause = causes[-1] if causes else next(lines, "its JVM ended" if self._has_ended() else str(error))
         return BkctlError(f"Spark failed on {master}: {cause}", hint="--verbose shows its log")
 
     def _end(self) -> None:

@@ -78,3 +78,8 @@ def test_failing_task_names_its_cause(spark: SparkSession) -> None:
     with pytest.raises(BkctlError) as found, plain_errors():
         spark.range(0, 3, 1, 1).mapInArrow(fail, "id bigint").collect()
     assert str(found.value) == "Spark: IndexError: list index out of range; --verbose shows its log"
+
+
+def test_end_of_the_jvm_while_rows_are_read_is_a_failure() -> None:
+    with pytest.raises(BkctlError, match=r"^Spark: EOFError;"), plain_errors():
+        raise EOFError

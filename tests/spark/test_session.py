@@ -94,3 +94,33 @@ def test_user_settings_take_precedence(tmp_path: Path) -> None:
     assert found["settings"]["spark.authenticate"] == "false"
     assert found["places"]
     assert all(Path(place).is_relative_to(wanted) for place in found["places"])
+
+
+#: Kills its JVM while rows are read, and prints the error.
+DYING = """
+import os, signal
+from pathlib import Path
+from bkctl.errors import BkctlError
+from bkctl.spark.session import spark_session
+
+try:
+    with spark_session("local[1]", settings={"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}) as session:
+        rows = session.range(1_000_000).toLocalIterator()
+        next(rows)
+        (java,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        os.kill(int(java), signal.SIGKILL)
+        for _ in rows:
+            pass
+except BkctlError as error:
+    print(error)
+"""
+
+
+def test_killed_jvm_is_one_error_without_a_traceback() -> None:
+    find_java()
+    environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
+    done = subprocess.run(
+        [sys.executable, "-c", DYING], env=environment, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    message = "Spark failed on local[1]: its JVM ended; --verbose shows its log\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, message, "")
