@@ -99,8 +99,8 @@ def extract(
     `cluster` has the digest types and passwords for records that match no digest by themselves (HMAC, DUMMY); without
     it such records are copied whole. `full` reads logs again that were extracted before. Parts that are superseded stay
     for `keep`, for jobs that still read them. `progress` gets the number of finished and of all logs. Raises Conflict
-    for the bookie of another cluster, and if listed logs vanish during every attempt; the errors of the metadata store;
-    and BkctlError if `store` fails.
+    for the bookie of another cluster, and if listed logs or lists of parts vanish during every attempt; the errors of
+    the metadata store; and BkctlError if `store` fails.
     """
     if cluster is not None:
         bookie.check_cluster(cluster)
@@ -116,7 +116,7 @@ class _Extract:
         self._full, self._keep, self._progress = full, keep, progress
         self._directory = directory_name(bookie.bookie_id)
         self._started_at = datetime.now(UTC)
-        self._number = max(store.numbers().get(self._directory, ()), default=0) + 1
+        self._number = self._newest() + 1
         self._run_id = uuid.uuid4().hex[:8]
         self._parts: list[tuple[str, str]] = []
         #: Parts of the list written here, and parts that it no longer has.
@@ -302,7 +302,7 @@ class _Extract:
             {"bookieId": self._bookie.bookie_id, "table": table, "part": part, "startedAt": self._started_at}
             for table, part in self._parts
         ]
-        for row in self._store.part_list(self._directory, self._number - 1).rows if self._number > 1 else ():
+        for row in self._earlier_rows():
             superseded_at = row["supersededAt"] or self._started_at
             if row["part"] in current:
                 continue
@@ -313,6 +313,19 @@ class _Extract:
         with self._store.new_part("parts", list_path(self._directory, self._number)) as writer:
             writer.add_rows(rows)
         self._listed = {str(row["part"]) for row in rows}
+
+    def _newest(self) -> int:
+        return max(self._store.numbers().get(self._directory, ()), default=0)
+
+    def _earlier_rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the newest list of parts, behind which this extract's list gets its number."""
+        for _ in range(_ATTEMPTS_MAX):
+            newest = self._newest()
+            self._number = newest + 1
+            with suppress(NotFound):  # Another extract deletes it once it has written a newer one.
+                return self._store.part_list(self._directory, newest).rows if newest else []
+        problem = f"Other extracts of bookie {self._bookie.bookie_id} write to {self._store.uri}"
+        raise Conflict(problem, hint="run this one again when they are done")
 
     def _clean(self) -> None:
         """Delete older lists, parts that were superseded long ago, and what killed extracts left."""

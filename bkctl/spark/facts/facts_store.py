@@ -58,7 +58,7 @@ class PartList(NamedTuple):
     @property
     def started_at(self) -> datetime:
         """Return the start of the extract that wrote this list."""
-        started_at: datetime = max(row["startedAt"] for row in self.rows)
+        started_at: datetime = max(self.rows, key=lambda row: row["supersededAt"] is None)["startedAt"]
         return started_at
 
     def parts(self, table: str) -> list[str]:

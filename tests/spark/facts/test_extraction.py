@@ -22,7 +22,7 @@ from support import (
 from support.bookie_files import Files
 from support.command_line import CommandLine
 
-from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+from bkctl.errors import BkctlError, Conflict, NotFound, Unreachable, UsageError
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.formats.entry import DigestType
@@ -153,6 +153,44 @@ def test_superseded_parts_are_kept_for_a_while(place: Path, tmp_path: Path) -> N
     assert superseded.isdisjoint(file.path for file in store.files(""))
     assert not leftover.exists()
     assert len(list(Path(store.uri, "v1", "parts").iterdir())) == 1
+
+
+def test_extracts_of_one_bookie_at_once_both_count(place: Path, tmp_path: Path) -> None:
+    store = FactsStore(str(tmp_path / "facts"))
+    extracted(place, store)
+    content = tables(store)
+    (bookie,) = find_bookies([place])
+    during: list[ExtractCounts] = []
+
+    def extract_meanwhile(done: int, known: int) -> None:
+        if done == known:
+            during.append(extracted(place, store))
+
+    later = extract(bookie, store, None, progress=extract_meanwhile)
+    assert len(during) == 1
+    assert later.started_at < during[0].started_at
+    assert tables(store) == content
+    (current,) = store.part_lists()
+    assert store.numbers() == {directory_name(bookie.bookie_id): [3]}
+    assert current.started_at == later.started_at
+    # Jobs that read the list of the other extract find its files.
+    other = {row["part"] for row in current.rows if row["startedAt"] == during[0].started_at}
+    assert other
+    assert other <= {file.path for file in store.files("")}
+
+
+def test_extract_gives_way_to_others_that_never_end(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FactsStore(str(tmp_path / "facts"))
+    extracted(place, store)
+
+    def vanish(*_: object) -> None:
+        raise NotFound("No such file")
+
+    monkeypatch.setattr(store, "part_list", vanish)
+    with pytest.raises(Conflict, match=r"Other extracts of bookie .* run this one again when they are done"):
+        extracted(place, store)
 
 
 def test_digests_of_hmac_come_from_the_cluster_else_records_are_evidence(
