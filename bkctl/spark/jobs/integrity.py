@@ -121,7 +121,7 @@ def integrity(
     findings = findings.unionByName(_not_compared(every, bookies), allowMissingColumns=True)
     findings = with_ledger_ids(findings.join(ledgers.drop("digestType"), QUALIFIED_NAME))
     findings = findings.unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
-    order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset")
+    order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset", "problem", "detail")
     return Integrity(
         (*persisted, every, doubtful, suspects),
         findings.orderBy(*order), absent_bookies(every, bookies), promise_counts(fragments, bookies),

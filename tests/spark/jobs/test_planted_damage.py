@@ -142,6 +142,9 @@ def test_replayed_and_unindexed_copies_count_in_integrity(
     rows = result.findings.collect()
     assert {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.problem) for row in rows} == expected
     assert len(rows) == len(expected)
+    # Findings about one record are in order of their problems.
+    of_record = [row.problem for row in rows if (row.file, row.offset) == (str(log), found.offset)]
+    assert of_record == ["damaged", "notIndexed"]
     result.release()
 
 
