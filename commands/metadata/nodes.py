@@ -235,8 +235,8 @@ def undo_command(
     An undo file belongs to the store that was changed, not to a copy that 'metadata migrate' or import made; the order
     of the hosts in the URI does not matter. Another store is refused.
 
-    Exit code 5 while a bookie is registered whose cookie would be taken away or replaced, and where a directory whose
-    VERSION would be removed has other files by now: nothing is changed.
+    Exit code 5 while a bookie is registered whose cookie would be taken away, and where a directory whose VERSION would
+    be removed has entry logs or journals by now: nothing is changed.
 
     Moves are not undone, since the former bookies may have deleted their copies: a ledger that bookies recover,
     decommission or drain moved, or whose ensembles ledger recover changed, is "moved", stays as it is, and the exit

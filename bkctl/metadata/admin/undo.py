@@ -38,7 +38,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 from bkctl.disk import Closing, Files, make_private_directory
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported, UsageError
 from bkctl.formats.metadata import Cookie, LedgerMetadata
-from bkctl.formats.names import COOKIE_NAME, CURRENT
+from bkctl.formats.names import COOKIE_NAME, CURRENT, SCOPED_DIRECTORY
 from bkctl.ids import LedgerId, is_bookie_id
 from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, StoredValue, Versioned, attempt, check_path
@@ -375,8 +375,8 @@ def undo(
     Nodes changed since stay unchanged ("changed"). So do ledgers whose entries a command moved, since the bookies of
     before may have deleted their copies, and those whose bookies of before say that they lack entries ("moved").
     Memory grows by 8 bytes a change, in a dry run by the values. Raises before the first change: Conflict for an undo
-    file of another store, or with changes of files of another host, or that takes away or replaces the cookie of a
-    registered bookie or of a directory with other files; Corrupt for another kind of file, and for damaged or missing
+    file of another store, or with changes of files of another host, or that takes away the cookie of a registered
+    bookie, or of a directory with entry logs or journals; Corrupt for another kind of file, and for damaged or missing
     lines; Unsupported for a later version. Raises OSError, and the store's errors.
     """
     with open(path, "rb") as file:
@@ -401,7 +401,7 @@ def undo(
             return ledger is not None and lacks_entries is not None and lacks_entries(ledger, *changed)
 
         starts = array("q")
-        #: Of each node of a cookie whether its changes left one, which their undoing takes away or replaces.
+        #: Of each node of a cookie whether its changes made it, so that their undoing takes it away.
         cookies: dict[str, list[bool]] = {}
         at, count = file.tell(), 0
         while line := file.readline(LINE_SIZE_BYTES_MAX):
@@ -426,7 +426,7 @@ def undo(
                 if "file" in fields and before is None:
                     _check_unused(Path(name))
                 elif "path" in fields and name.startswith(_COOKIES):
-                    cookies.setdefault(name, []).append(after is not None)
+                    cookies.setdefault(name, []).append(before is None and after is not None)
             starts.append(at)
             at += len(line)
         lost = (place.removeprefix(_COOKIES) for place, left in cookies.items() if any(left))
@@ -465,11 +465,12 @@ def _of_another_store(file: UndoFileSummary, cluster: Cluster) -> Conflict:
 
 
 def _check_unused(file: Path) -> None:
-    """Raise Conflict if the cookie at `file` is that of a directory with other files. Raises OSError."""
+    """Raise Conflict if the cookie at `file` is that of a directory with entry logs or journals."""
     is_cookie = file.parts[-2:] == (CURRENT, COOKIE_NAME) and file.exists()
-    if is_cookie and any(each.name != COOKIE_NAME for each in file.parent.iterdir()):
+    files = (*file.parent.glob("*.*"), *file.parent.glob(f"{SCOPED_DIRECTORY}/*.*"))
+    if is_cookie and any(each.suffix in (".log", ".txn") for each in files):
         raise Conflict(
-            f"{file.parent} has other files than the cookie that would be removed",
+            f"{file.parent} has entry logs or journals beside the cookie that would be removed",
             hint="'bkctl bookie format' removes the data of a bookie that is no longer needed",
         )
 

@@ -106,16 +106,13 @@ def test_undo_restores_files_only_on_their_host(
 
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize("read_only", [True, False])
-@pytest.mark.parametrize("before", [None, b"1"], ids=["takes away", "replaces"])
 def test_undo_keeps_the_cookie_of_a_registered_bookie(
-    cluster: Cluster, tmp_path: Path, before: bytes | None, read_only: bool, dry_run: bool
+    cluster: Cluster, tmp_path: Path, read_only: bool, dry_run: bool
 ) -> None:
     path = tmp_path / "undo"
     with UndoFile(path, cluster, []) as kept:
         store = kept.recorded().store
         for place in ("cookies/b:1", "a"):
-            if before is not None:
-                cluster.store.put(place, before, NEW)
             store.put(place, b"2", None)
     cluster.bookies.register("b:1", BookieServiceInfo(), read_only)
     with pytest.raises(Conflict, match="Bookie b:1 is registered, so it is running; stop it first"):
@@ -138,19 +135,35 @@ def test_undo_gives_a_registered_bookie_its_cookie_again(cluster: Cluster, tmp_p
     assert value(cluster, "cookies/b:1") == b"1"
 
 
+def test_undo_takes_back_an_update_of_the_cookie_of_a_registered_bookie(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    cluster.store.put("cookies/b:1", b"right", NEW)
+    cluster.bookies.register("b:1", BookieServiceInfo())
+    with UndoFile(path, cluster, []) as kept:
+        kept.recorded().store.put("cookies/b:1", b"wrong", None)
+    assert outcomes(cluster, path) == [("cookies/b:1", "restored")]
+    assert value(cluster, "cookies/b:1") == b"right"
+
+
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_undo_removes_no_cookie_beside_files_of_a_bookie(cluster: Cluster, tmp_path: Path, dry_run: bool) -> None:
+@pytest.mark.parametrize("name", ["0.log", "1.txn", "scoped/0.log"])
+def test_undo_removes_no_cookie_beside_files_of_a_bookie(
+    cluster: Cluster, tmp_path: Path, name: str, dry_run: bool
+) -> None:
     path, file = tmp_path / "undo", tmp_path / "current" / "VERSION"
     file.parent.mkdir()
     with UndoFile(path, cluster, []) as kept:
         kept.recorded().store.put("a", b"2", None)
         kept.record_file(file, b"3")
         file.write_bytes(b"3")
-    (file.parent / "0.log").touch()
-    with pytest.raises(Conflict, match=f"{file.parent} has other files than the cookie"):
+    (file.parent / "lastMark").touch()
+    log = file.parent / name
+    log.parent.mkdir(exist_ok=True)
+    log.touch()
+    with pytest.raises(Conflict, match=f"{file.parent} has entry logs or journals beside the cookie"):
         outcomes(cluster, path, dry_run=dry_run)
     assert (file.exists(), value(cluster, "a")) == (True, b"2")
-    (file.parent / "0.log").unlink()
+    log.unlink()
     assert {outcome for _, outcome in outcomes(cluster, path, dry_run=dry_run)} == {"restored"}
 
 
