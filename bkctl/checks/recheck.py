@@ -77,10 +77,12 @@ def list_indexed_logs(directories: BookieDirectories, indexes: BookieIndexes, co
     ]
     for scoped in (False, True):
         known = {_log_directory(directories, pair, pairs) for pair in pairs if pair.ledgers.scoped == scoped}
-        # Databases of one directory may be lost. Each has its own log ids, and `paths` takes the first of two logs.
         ordered = sorted(currents, key=known.__contains__)
-        searched = 0 if indexes.problems else sum(current not in known for current in currents)
-        found.append(IndexedLogs(ordered, scoped=scoped, databases=None, searched=searched))
+        lost = [] if indexes.problems else [current for current in ordered if current not in known]
+        if pairs and len(lost) > 1:  # Beside databases, log ids are those of one directory.
+            found += (IndexedLogs([current], scoped=scoped, databases=None) for current in lost[1:])
+            lost = lost[:1]
+        found.append(IndexedLogs(ordered, scoped=scoped, databases=None, searched=len(lost)))
     return found
 
 

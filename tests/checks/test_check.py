@@ -525,6 +525,20 @@ def test_several_runs_of_rows_give_the_same_findings(bookie: Bookie, monkeypatch
 # --- several directories --------------------------------------------------------------------------------------------
 
 
+def test_each_directory_that_lost_its_databases_is_searched(tmp_path: Path) -> None:
+    parts = []
+    for number in range(3):
+        part = Bookie(tmp_path / str(number), "databases")
+        part.log(0, [(LedgerId(0, 9 + number), 0)])
+        part.write_index()
+        parts.append(part)
+    for part in parts[1:]:
+        for name in ("ledgers", "locations"):
+            shutil.rmtree(part.current / name)
+    job = IndexCheck(BookieDirectories([], [part.base / "ledgers" for part in parts]))
+    assert sorted(each.ledger for each in job.findings()) == [LedgerId(0, 10), LedgerId(0, 11)]
+
+
 def test_a_database_for_each_of_several_ledger_directories(tmp_path: Path) -> None:
     """Each has log ids of its own; a ledger is in directory id mod n. With index directories apart, too."""
     parts = []
