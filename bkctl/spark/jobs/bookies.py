@@ -157,9 +157,11 @@ def _used_directories(path: Path) -> tuple[BookieDirectories, list[Path]]:
         if (cookie := cookie_at(current_of(directory))) is not None:
             named.update(map(Path, (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ()))))
     names = {each.name for each in named}
+    # A directory that is at its own place beside `path` is not one in `path` renamed.
+    absent = [each for each in named if each.parent == path.absolute() or not each.is_dir()]
     used = [directory for directory in given.ledger_dirs if directory.name in names]
     others = [directory for directory in given.ledger_dirs if directory not in used]
-    if path in given.ledger_dirs or not used or len(used) < len(named):
+    if path in given.ledger_dirs or not used or len(used) < len(absent):
         return given, []
     return BookieDirectories(used, used, used), others
 

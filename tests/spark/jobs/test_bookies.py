@@ -112,6 +112,22 @@ def test_directories_that_no_cookie_names_are_left_out(tmp_path: Path) -> None:
     assert found.entry_logs() == [str(place / "ledgers.old" / "current" / "7.log")]
 
 
+def test_copies_beside_all_ledger_directories_are_left_out_where_the_journal_is_on_another_disk(tmp_path: Path) -> None:
+    bookie(tmp_path / "disk", "host:1", "journal")
+    place = bookie(tmp_path / "data", None, "ledgers1", "ledgers2", "ledgers.old")
+    cookie = Cookie(
+        "host:1", (str(tmp_path / "disk" / "journal"),), (str(place / "ledgers1"), str(place / "ledgers2")), "instance"
+    )
+    for number, name in enumerate(("ledgers1", "ledgers2", "ledgers.old")):
+        current = place / name / "current"
+        (current / "VERSION").write_bytes(cookie.serialize())
+        (current / "0.log").rename(current / f"{number}.log")
+    left_out: list[Path] = []
+    (found,) = find_bookies([place], left_out)
+    assert found.entry_logs() == [str(place / f"ledgers{number + 1}/current/{number}.log") for number in (0, 1)]
+    assert left_out == [place / "ledgers.old"]
+
+
 @pytest.mark.parametrize("renamed", ["ledgers", "journal"])
 def test_renamed_directories_beside_named_ones_count(tmp_path: Path, renamed: str) -> None:
     place = bookie(tmp_path / "bookie-0", "host:1")
