@@ -76,17 +76,16 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
 def verify_directories(config: BookieConfig, *, allow_copy: bool = False) -> None:
     """Verify the cookies in the directories of `config` without a metadata store; missing ones do not count.
 
-    With `allow_copy` damaged cookies do not count either, nor those that name none of the directories: a copy's. Raises
-    as `stamp_or_verify`.
+    With `allow_copy` damaged cookies do not count either, nor those that name none of the ledger and index directories:
+    a copy's. Raises as `stamp_or_verify`.
     """
-    directories = configured_directories(config)
     first: Cookie | None = None
-    for directory, there in read_local(directories).items():
+    for directory, there in read_local(configured_directories(config)).items():
         if isinstance(there, BkctlError) and not allow_copy:
             raise there
         if isinstance(there, Cookie):
-            named = (*there.journal_dirs, *there.ledger_dirs, *(there.index_dirs or ()))
-            if allow_copy and set(directories).isdisjoint(named):
+            named = (*there.ledger_dirs, *(there.index_dirs or ()))
+            if allow_copy and {*config.ledger_directories, *config.index_directories}.isdisjoint(named):
                 continue
             first = first or there
             cookie = configured_cookie(config, config.bookie_id or first.bookie_id, first.instance_id or "")

@@ -320,7 +320,7 @@ def test_new_bookie_is_undone(cli: Cli, conf: Path, tmp_path: Path) -> None:
     journal = tmp_path / "journal/current/1.txn"
     journal.touch()
     refused = cli("metadata", "undo", undo, "-u", uri, "--yes")
-    assert (refused.code, f"{journal.parent} has other files" in refused.err) == (5, True)
+    assert (refused.code, f"{journal.parent} has entry logs or journals" in refused.err) == (5, True)
     assert len([*tmp_path.glob("*/current/VERSION")]) == 3
     journal.unlink()
     undone = cli("metadata", "undo", undo, "-u", uri, "--yes", "-o", "ndjson")
@@ -491,7 +491,7 @@ def test_downgrade_refuses_journals_that_lost_bytes(cli: Cli, conf: Path, tmp_pa
         assert "skipReplayJournalInvalidRecord" in result.err
 
 
-@pytest.mark.parametrize("named", ["l1,l0", "l0", "a copy"])
+@pytest.mark.parametrize("named", ["l1,l0", "l0", "a copy", "copied ledgers"])
 def test_changing_commands_compare_the_directories_with_their_cookies(
     cli: Cli, conf: Path, tmp_path: Path, named: str
 ) -> None:
@@ -507,13 +507,17 @@ def test_changing_commands_compare_the_directories_with_their_cookies(
         for name in ("j", "l0", "l1"):
             (tmp_path / name).rename(base / name)
         conf.write_text(text.replace(f"{tmp_path}/", f"{base}/"))
+    elif named == "copied ledgers":
+        for name in ("l0", "l1"):
+            (tmp_path / name).rename(tmp_path / f"copied-{name}")
+        conf.write_text(text.replace(f"{tmp_path}/l", f"{tmp_path}/copied-l"))
     else:
         ledger_dirs = ",".join(f"{tmp_path}/{name}" for name in named.split(","))
         conf.write_text(text.replace(f"{tmp_path}/l0,{tmp_path}/l1", ledger_dirs))
     for command in ("downgrade", "index rebuild --locations", "index regenerate --all", "convert --to interleaved"):
         for words in (("--dry-run",), ()):
             result = cli("bookie", *command.split(), "--conf", conf, *words)
-            is_refused = named != "a copy" or command == "downgrade"
+            is_refused = named in ("l1,l0", "l0") or command == "downgrade"
             assert (result.code == 5, "/j does not fit this bookie: the " in result.err) == (is_refused,) * 2
     (base / "j" / "current" / "VERSION").write_bytes(b"no cookie")
     assert cli("bookie", "downgrade", "--conf", conf).code == 7
