@@ -181,7 +181,7 @@ class Inquiry:
                 why.way(f"bkctl ledger delete {ledger}", "loses the whole ledger: only if its entries are not needed")
             why.verdict = f"No bookie that {'answers' if silent else 'is up'} has all entries from {none[0]} on"
         elif not left:
-            why.verdict = "It has no entries that could be lacking"
+            why.verdict = "The ledger is empty: no entry can be missing"
         elif lacking:
             fewest = min(count for _, count in left)
             why.verdict = f"It can be read, and lacks replicas: {fewest} of {metadata.write_quorum_size} are left"

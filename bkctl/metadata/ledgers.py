@@ -263,10 +263,8 @@ class LedgerManager(StoredLedgerIds):
         """`parse` the value of each ledger; a ledger's error comes in its place."""
         try:
             yield from zip(batch.ledgers, batch.parse(), strict=True)
-        except (
-            errors.Corrupt,
-            errors.Unsupported,
-        ):  # One by one, to name the ledger: the name takes long to make for millions.
+        except (errors.Corrupt, errors.Unsupported):
+            # One by one, to name the ledger: the name takes long to make for millions.
             for ledger, found in zip(*batch, strict=True):
                 yield ledger, found if isinstance(found, errors.BkctlError) else attempt(self.parse, ledger, found)
 

@@ -213,4 +213,4 @@ def test_why_ledger_explains_an_empty_ledger_whose_bookies_are_down(cluster: Clu
     metadata = LedgerMetadata(2, 2, 2, DigestType.CRC32C, b"", (Fragment(0, (ODD, "b2")),), **shape)  # type: ignore[arg-type]
     cluster.ledgers.create(LedgerId(0, 1), metadata)
     done = CommandLine(cluster.uri)("why", "ledger", "1", "--timeout", "5s", "-o", "json")
-    assert json.loads(done.out)["verdict"] == "It has no entries that could be lacking"
+    assert json.loads(done.out)["verdict"] == "The ledger is empty: no entry can be missing"
