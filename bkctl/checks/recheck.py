@@ -79,7 +79,7 @@ def list_indexed_logs(directories: BookieDirectories, indexes: BookieIndexes, co
         known = {_log_directory(directories, pair, pairs) for pair in pairs if pair.ledgers.scoped == scoped}
         ordered = sorted(currents, key=known.__contains__)
         lost = [] if indexes.problems else [current for current in ordered if current not in known]
-        if pairs and len(lost) > 1:  # Beside databases, log ids are those of one directory.
+        if pairs and len(lost) > 1:  # Beside databases, each directory has log ids of its own.
             found += (IndexedLogs([current], scoped=scoped, databases=None) for current in lost[1:])
             lost = lost[:1]
         found.append(IndexedLogs(ordered, scoped=scoped, databases=None, searched=len(lost)))
