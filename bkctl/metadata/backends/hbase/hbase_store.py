@@ -14,16 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
 from typing import Any, Final, TypeVar
 
-from bkctl.errors import (
-    AlreadyExists,
-    BkctlError,
-    Conflict,
-    MetadataVersionConflict,
-    NotFound,
-    Unauthorized,
-    Unsupported,
-    UsageError,
-)
+from bkctl import errors
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.backends.hbase.regions import TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
@@ -72,7 +63,7 @@ class HBaseStore(ZooKeeperStore):
         **times: Any,
     ) -> None:
         if security.tls:
-            raise Unsupported(
+            raise errors.Unsupported(
                 "HBase is reached without TLS, and ledger metadata holds passwords",
                 hint="leave TLS out where the network is trusted",
             )
@@ -117,9 +108,9 @@ class HBaseStore(ZooKeeperStore):
         if ledger is not None:
             return self._in_version(path, expected, lambda version: self._rows.put(ledger, value, version))
         if path != LEDGERS or expected not in (NEW, None):
-            raise UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
+            raise errors.UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
         if not self._rows.create_table() and expected == NEW:
-            raise AlreadyExists(f"Table {self._rows.name} exists in HBase at {self.hosts}")
+            raise errors.AlreadyExists(f"Table {self._rows.name} exists in HBase at {self.hosts}")
         return 0
 
     def _in_version(self, path: str, expected: int | None, change: Callable[[int], T]) -> T:
@@ -131,13 +122,13 @@ class HBaseStore(ZooKeeperStore):
                 version = NEW if found is None else found.version
             try:
                 return change(version)
-            except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
-                if expected is not None or (version == NEW and isinstance(error, NotFound)):
+            except (errors.AlreadyExists, errors.MetadataVersionConflict, errors.NotFound) as error:
+                if expected is not None or (version == NEW and isinstance(error, errors.NotFound)):
                     raise
 
-    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | errors.BkctlError]:
         """See MetadataStore.put_many: ledgers that follow each other together, and the others so."""
-        results: list[int | BkctlError] = []
+        results: list[int | errors.BkctlError] = []
         for are_rows, group in groupby(
             nodes, lambda node: bool(_ROW.fullmatch(node[0])) and len(node[1]) <= VALUE_SIZE_BYTES_MAX
         ):
@@ -150,16 +141,16 @@ class HBaseStore(ZooKeeperStore):
                 results += super().put_many(part)
         return results
 
-    def _put_rows(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+    def _put_rows(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | errors.BkctlError]:
         try:
             return self._rows.put_many([(int(path[-32:], 16), value, version) for path, value, version in nodes])
-        except (NotFound, Unauthorized) as error:  # of the table
+        except (errors.NotFound, errors.Unauthorized) as error:  # of the table
             return [error] * len(nodes)
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for ledgers, which HBase cannot write together."""
         if any(_is_row(path) for path, _ in nodes):
-            raise UsageError(f"Ledgers cannot be created in one step in {self.name}")
+            raise errors.UsageError(f"Ledgers cannot be created in one step in {self.name}")
         super().put_all(nodes)
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
@@ -171,9 +162,9 @@ class HBaseStore(ZooKeeperStore):
             return self._in_version(path, expected, lambda version: self._rows.delete(ledger, version))
         found = self.children(path, limit=1)
         if found is None:
-            raise NotFound(f"No {path} in {self.name}")
+            raise errors.NotFound(f"No {path} in {self.name}")
         if found:
-            raise Conflict(f"{path} has children in {self.name}")
+            raise errors.Conflict(f"{path} has children in {self.name}")
         return self._rows.drop()
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
@@ -226,7 +217,7 @@ class HBaseStore(ZooKeeperStore):
         if not _is_row(path):
             return super().watch(path, callback, children=children)
         if _ledger(path) is None or children:
-            raise Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
+            raise errors.Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
         cancel = self._watched.add(path, callback, children)
         self._connection.start_thread("rows", self._poll)
         return cancel
@@ -234,11 +225,11 @@ class HBaseStore(ZooKeeperStore):
     def _versions(self, watches: list[PolledWatch]) -> Iterator[int | None]:
         """Yield the version of each watched ledger; None: missing, -1: malformed."""
         for found in self._read_each(watch.path for watch in watches):
-            yield -1 if isinstance(found, BkctlError) else None if found is None else found.version
+            yield -1 if isinstance(found, errors.BkctlError) else None if found is None else found.version
 
     def _poll(self) -> None:
         while not self._connection.closed.wait(WATCH_POLL_S):
-            with contextlib.suppress(BkctlError):  # HBase may be down: the next round reads again.
+            with contextlib.suppress(errors.BkctlError):  # HBase may be down: the next round reads again.
                 self._watched.poll()
 
     def close(self) -> None:
@@ -265,7 +256,7 @@ def _first_from(name: str) -> int:
     return int((digits[0] if digits else "").ljust(32, "0"), 16)
 
 
-def _versioned(row: HBaseRow | BkctlError | None) -> StoredValue:
+def _versioned(row: HBaseRow | errors.BkctlError | None) -> StoredValue:
     return Versioned(row.value, row.version, None) if isinstance(row, HBaseRow) else row
 
 

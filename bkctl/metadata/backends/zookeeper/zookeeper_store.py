@@ -27,16 +27,7 @@ from kazoo.exceptions import (
 )
 from kazoo.handlers.threading import KazooTimeoutError
 
-from bkctl.errors import (
-    AlreadyExists,
-    BkctlError,
-    Conflict,
-    MetadataVersionConflict,
-    NotFound,
-    Unauthorized,
-    UsageError,
-    on_error,
-)
+from bkctl import errors
 from bkctl.metadata.backends.zookeeper.multi_read import Origin
 from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
     LOST,
@@ -115,17 +106,17 @@ class ZooKeeperNodes(ZooKeeperReads):
             return ZooKeeperCall(lambda: add(self._connection.client.create_async, nodes[0]), nodes[0].full)
         return self._transaction(nodes, lambda transaction, node: add(transaction.create, node), nodes[-1].full)
 
-    def _refusal(self, name: str, node: NewNode, problem: Exception, repeated: bool) -> BkctlError:
+    def _refusal(self, name: str, node: NewNode, problem: Exception, repeated: bool) -> errors.BkctlError:
         """Return the error of a creation that ZooKeeper refused."""
         if isinstance(problem, NodeExistsError):
-            return AlreadyExists(f"{name} exists in {self.name}")
+            return errors.AlreadyExists(f"{name} exists in {self.name}")
         if isinstance(problem, NoNodeError):
-            return NotFound(f"{name} has no parent in {self.name}")
+            return errors.NotFound(f"{name} has no parent in {self.name}")
         if isinstance(problem, NoChildrenForEphemeralsError):
-            return Conflict(f"The parent of {name} is ephemeral and cannot have children")
+            return errors.Conflict(f"The parent of {name} is ephemeral and cannot have children")
         if isinstance(problem, UNAUTHORIZED):
             return self._connection.unauthorized(node.full, repeated=repeated)
-        return BkctlError(f"{name} cannot be created in {self.name}: {problem!r}")
+        return errors.BkctlError(f"{name} cannot be created in {self.name}: {problem!r}")
 
     def _transaction(
         self, items: Sequence[T], add: Callable[[Any, T], object], full: str, *, once: bool = False
@@ -163,7 +154,7 @@ class ZooKeeperNodes(ZooKeeperReads):
 
         missing = [parent for parent in parents if self._connection.run(stat, parent) is None]
         if path and root in missing:
-            raise NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
+            raise errors.NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
         return missing
 
     def _change_many(
@@ -175,18 +166,18 @@ class ZooKeeperNodes(ZooKeeperReads):
         size: Callable[[T], int] = lambda _: 0,
         *,
         once: bool = False,
-    ) -> list[R | BkctlError]:
+    ) -> list[R | errors.BkctlError]:
         """Change something for each item: all in one request, and where that fails, one by one.
 
         `add` adds the item to a transaction; `result` converts its answer to the result of `change_one`, which changes
         a single item and whose `repeated` says whether the transaction may have been executed. With `once` a
         transaction whose answer is lost is not sent again. An item's error comes in its place. Raises only Unreachable.
         """
-        results: list[R | BkctlError] = []
+        results: list[R | errors.BkctlError] = []
         for chunk in chunks(items, _CHANGES_MAX, size, _CHANGES_SIZE_BYTES_MAX):
             call = self._transaction(chunk, add, self._connection.root, once=once)
             if len(chunk) > 1:
-                with contextlib.suppress(*LOST, Unauthorized):
+                with contextlib.suppress(*LOST, errors.Unauthorized):
                     answers = self._connection.answer(call)
                     if not any(isinstance(answer, Exception) for answer in answers):
                         results += map(result, answers)
@@ -215,7 +206,7 @@ class ZooKeeperStore(ZooKeeperNodes):
         super().__init__(ZooKeeperConnection(hosts, root, **settings))
         self.name, self.tls = self._connection.name, self._connection.tls
         self._watches = ZooKeeperWatches(self._connection, self._restore_ephemerals)
-        with on_error(self.close):
+        with errors.on_error(self.close):
             self._connection.open()
 
     def change_root(self, root: str) -> None:
@@ -236,23 +227,23 @@ class ZooKeeperStore(ZooKeeperNodes):
                 return int(self._connection.answer(call).version)
             except NoNodeError as error:
                 if expected is not None:
-                    raise NotFound(f"No {path} in {self.name}") from error
+                    raise errors.NotFound(f"No {path} in {self.name}") from error
             except BadVersionError as error:
                 found = self.get(path) if call.repeated else None
                 next_version = -1 if expected is None else expected + 1
                 if found is not None and found[:2] == (value, next_version):
                     return found.version
                 is_unsure = call.repeated and (found is None or found.version != next_version)
-                raise MetadataVersionConflict(
+                raise errors.MetadataVersionConflict(
                     f"{path} changed meanwhile, expected version {expected}", may_be_applied=is_unsure
                 ) from error
-            with contextlib.suppress(AlreadyExists):  # expected is None, and another client may create the node
+            with contextlib.suppress(errors.AlreadyExists):  # expected is None, and another client may create the node
                 self._create(path, value)
                 return 0
         self._create(path, value, repeated=repeated)
         return 0
 
-    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | errors.BkctlError]:
         """See MetadataStore.put_many: in transactions."""
 
         def add(transaction: Any, node: tuple[str, bytes, int]) -> None:
@@ -280,7 +271,7 @@ class ZooKeeperStore(ZooKeeperNodes):
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
         if not path:
-            raise UsageError("The root of the metadata store cannot be deleted")
+            raise errors.UsageError("The root of the metadata store cannot be deleted")
         self._delete_node(path, expected)
         connection = self._connection
         for _ in range(prune):
@@ -304,13 +295,13 @@ class ZooKeeperStore(ZooKeeperNodes):
             self._connection.answer(call)
         except NoNodeError as error:
             if not call.repeated:
-                raise NotFound(f"No {path} in {self.name}") from error
+                raise errors.NotFound(f"No {path} in {self.name}") from error
         except BadVersionError as error:
-            raise MetadataVersionConflict(
+            raise errors.MetadataVersionConflict(
                 f"{path} changed meanwhile, expected version {expected}", may_be_applied=call.repeated
             ) from error
         except NotEmptyError as error:
-            raise Conflict(f"{path} has children in {self.name}") from error
+            raise errors.Conflict(f"{path} has children in {self.name}") from error
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence. Source: ZkLedgerIdGenerator."""
@@ -321,7 +312,7 @@ class ZooKeeperStore(ZooKeeperNodes):
         try:
             return int(number)
         except ValueError as error:
-            raise BkctlError(f"ZooKeeper at {self.hosts} gave the sequence number {number!r}") from error
+            raise errors.BkctlError(f"ZooKeeper at {self.hosts} gave the sequence number {number!r}") from error
 
     def sequence_position(self, path: str) -> int:
         """See MetadataStore.sequence_position.
@@ -348,7 +339,7 @@ class ZooKeeperStore(ZooKeeperNodes):
         connection = self._connection
         full = connection.full(path)
         if value is not None:
-            with contextlib.suppress(AlreadyExists):
+            with contextlib.suppress(errors.AlreadyExists):
                 self._create(path, value, ephemeral=True)
                 return True
         try:
@@ -371,17 +362,17 @@ class ZooKeeperStore(ZooKeeperNodes):
             self._delete_duplicates(full, value)
         return claim
 
-    def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
+    def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | errors.BkctlError]:
         created = self._change_many(
             paths,
             lambda transaction, path: transaction.create(self._connection.full(path), value, ephemeral=True),
             str,
             partial(self._create, value=value, ephemeral=True),
         )
-        claimed = [path for path, full in zip(paths, created, strict=True) if not isinstance(full, BkctlError)]
+        claimed = [path for path, full in zip(paths, created, strict=True) if not isinstance(full, errors.BkctlError)]
         origins = self._origins(claimed)
         return [
-            full if isinstance(full, BkctlError) else self._claim_of(path, next(origins))
+            full if isinstance(full, errors.BkctlError) else self._claim_of(path, next(origins))
             for path, full in zip(paths, created, strict=True)
         ]
 
@@ -409,14 +400,14 @@ class ZooKeeperStore(ZooKeeperNodes):
         return [origin is not None and origin == claim.mark for claim, origin in zip(claims, origins, strict=True)]
 
     def release_many(self, claims: Sequence[Claim]) -> None:
-        errors = self._change_many(
+        results = self._change_many(
             [claim for claim, is_held in zip(claims, self.held_many(claims), strict=True) if is_held],
             lambda transaction, claim: transaction.delete(self._connection.full(claim.path)),
             lambda _: None,
             self._release,
             once=True,
         )
-        for error in errors:
+        for error in results:
             value_of(error)
 
     def _release(self, claim: Claim, *, repeated: bool) -> None:
@@ -471,7 +462,7 @@ class ZooKeeperWatches:
         self._watches.add(watch)
         self.start_thread()
         cancel = partial(self._watches.discard, watch)
-        with on_error(cancel):
+        with errors.on_error(cancel):
             self._arm(watch)
         return cancel
 
@@ -516,7 +507,7 @@ class ZooKeeperWatches:
                         self._arm(watch)
                     if watch in self._watches:
                         watch.callback()
-                except BkctlError:
+                except errors.BkctlError:
                     unarmed.add(watch)
 
     def close(self) -> None:
