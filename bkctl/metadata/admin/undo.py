@@ -31,7 +31,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise, tee
+from itertools import chain, pairwise, tee
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -466,9 +466,10 @@ def _of_another_store(file: UndoFileSummary, cluster: Cluster) -> Conflict:
 
 def _check_unused(file: Path) -> None:
     """Raise Conflict if the cookie at `file` is that of a directory with entry logs or journals."""
-    is_cookie = file.parts[-2:] == (CURRENT, COOKIE_NAME) and file.exists()
-    files = (*file.parent.glob("*.*"), *file.parent.glob(f"{SCOPED_DIRECTORY}/*.*"))
-    if is_cookie and any(each.suffix in (".log", ".txn") for each in files):
+    if file.parts[-2:] != (CURRENT, COOKIE_NAME) or not file.exists():
+        return
+    files = chain(file.parent.glob("*.*"), file.parent.glob(f"{SCOPED_DIRECTORY}/*.*"))
+    if any(each.suffix in (".log", ".txn") for each in files):
         raise Conflict(
             f"{file.parent} has entry logs or journals beside the cookie that would be removed",
             hint="'bkctl bookie format' removes the data of a bookie that is no longer needed",
