@@ -279,7 +279,7 @@ def _agreed_plan(
     """Return the ledgers to move, once the user agrees."""
     from bkctl.replication.holdings import check_known, plan_move
 
-    silent = _silent(run, names, run.out.note)
+    silent = _silent(run, names)
     with run.job.working("Looking at the ledgers"):
         plan = plan_move(run.cluster, names, ids, silent=silent)
     up = _registered(run, names, skip_open=skip_open, delete_cookie=delete_cookie)
@@ -410,7 +410,7 @@ def _show_plan(run: Run, names: Sequence[str], ids: list[LedgerId] | None, skip_
     from bkctl.replication.bookie_mover import BookieMover
     from bkctl.replication.holdings import MoveOutcome, MovePlan, PlannedFragment, check_known
 
-    plan = MovePlan(silent=_silent(run, names, run.out.note))
+    plan = MovePlan(silent=_silent(run, names))
     found, unmovable = LedgerIdSet(), LedgerIdSet()
 
     def take(each: PlannedFragment | LedgerMove) -> None:
@@ -507,7 +507,7 @@ def _depart(
     from bkctl.replication.holdings import plan_move
 
     check_bookie_id(bookie)
-    silent = _silent(run, [bookie], run.out.note)
+    silent = _silent(run, [bookie])
     with run.job.working("Looking at the ledgers"):
         plan = plan_move(run.cluster, [bookie], silent=silent)
     with run.out.rows(_step_columns(run, plan), live=True) as writer:
@@ -699,7 +699,7 @@ def show_stop_risks(
             watch, lambda: look(silent=_silent(run, names, note)), RISK_COLUMNS, subscribe=run.cluster.bookies.watch,
             key=attrgetter("ledger", "risk", "first_entry_id"),
         )  # fmt: skip
-    silent = _silent(run, names, run.out.note)
+    silent = _silent(run, names)
     if largest and _show_together(run, names, 1 if restarts else min_replicas, silent):
         return
     with run.job.working("Looking at the ledgers"):
@@ -715,8 +715,8 @@ def show_stop_risks(
     run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
 
 
-def _silent(run: Run, leaving: Collection[str], note: Callable[[str], None]) -> list[str]:
-    """Return the registered bookies but `leaving` that do not answer, and tell `note` of them. A bundle has none."""
+def _silent(run: Run, leaving: Collection[str], note: Callable[[str], None] | None = None) -> list[str]:
+    """Return the registered bookies but `leaving` that do not answer, and note them. A bundle has none."""
     if run.bundled is not None:
         return []
     from bkctl.client.disk_space import WAIT_S, BookieSpace, disk_space
@@ -728,7 +728,7 @@ def _silent(run: Run, leaving: Collection[str], note: Callable[[str], None]) -> 
     problems = {each.bookie.bookie_id: each.error.message for each in found if isinstance(each.error, Unreachable)}
     if problems:
         what = "registered bookie does not answer, and counts", "registered bookies do not answer, and count"
-        note(f"{counted(len(problems), *what)} as down: {some_of([*problems.values()])}")
+        (note or run.out.note)(f"{counted(len(problems), *what)} as down: {some_of([*problems.values()])}")
     return [*problems]
 
 
